@@ -1,0 +1,3 @@
+"""expertserve: serves Mixture-of-Experts GGUF models that are larger than memory."""
+
+__version__ = "0.1.0"
