@@ -1,0 +1,330 @@
+"""Every setting of the program, declared once.
+
+A declaration has a type, a default, a one-sentence reason and the commands that obey it; command-line options, help
+text and docs/ENVIRONMENT.md are made from these. `resolve` takes flag > environment > --config file > default, once,
+into a frozen object. Nothing else reads the environment, and a name that nobody declared is an error, never ignored.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from expertserve.cpus import physical_cores
+from expertserve.declare import ENV_PREFIX, declarations, setting
+from expertserve.errors import ConfigError
+from expertserve.values import (
+    ExpertBudget,
+    file_or_off,
+    file_to_write,
+    parse_budget,
+    parse_bytes,
+    parse_list,
+    readable_file,
+)
+
+_RUN, _SERVE, _BENCH, _TEXT = ("run",), ("serve",), ("bench",), ("run", "serve")
+
+
+def _greedy(settings: Settings) -> str | None:
+    return "temperature is 0, so the most likely token is taken" if settings.temperature == 0 else None
+
+
+def _no_repeat_penalty(settings: Settings) -> str | None:
+    return "repeat_penalty is 1" if settings.repeat_penalty == 1 else None
+
+
+def _raw(settings: Settings) -> str | None:
+    return "raw gives the prompt to the model as it is" if settings.raw else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """All settings of one process, resolved; `origin` says where each that is not a default came from."""
+
+    model: str = setting("", "The GGUF to serve (the first file of a split one), or `demo` for the embedded model.")
+    device: Literal["cpu", "cuda", "auto"] = setting(
+        "auto", "Where the model computes; auto takes a GPU where one can be used, else the CPU."
+    )
+    threads: int = setting(
+        0,
+        "CPU threads to compute with; 0 is the physical cores, more than those slows the kernels down.",
+        short="-t",
+        bounds={"ge": 0, "le": 1024},
+    )
+    ctx: int | None = setting(
+        None,
+        "Tokens of context that may be held at once, shared by all sequences.",
+        short="-c",
+        default_text="the model's, at most 8192 and what fits",
+        bounds={"ge": 16},
+    )
+    kv_type: Literal["f16", "f32", "q8_0"] = setting(
+        "f16", "Element type of the KV cache; f32 is the most exact, q8_0 the smallest."
+    )
+    flash_attn: bool = setting(True, "Fused attention, which needs no score matrix; off is the plain reference path.")
+    chunk: int = setting(
+        512,
+        "Prompt tokens in one step; larger is faster for long prompts and makes running answers wait longer.",
+        bounds={"ge": 1, "le": 8192},
+    )
+    chat_template: Path | None = setting(
+        None,
+        "A Jinja file used in place of the model's own chat template.",
+        commands=_TEXT,
+        parse=readable_file,
+        default_text="the model's own",
+        inert=_raw,
+    )
+
+    expert_cache: ExpertBudget = setting(
+        ExpertBudget("auto"),
+        "Room for routed experts: a size (8GiB), a number of experts (4000), a share of them (40%) or auto.",
+        parse=parse_budget,
+        metavar="SIZE",
+    )
+    reader: Literal["auto", "direct", "buffered", "mmap"] = setting(
+        "auto", "How experts are read: past the page cache, through it, by mapping, or chosen by what memory there is."
+    )
+    io_threads: int = setting(
+        4, "Reads in flight at once; fast disks want more, more than they need costs CPU.", bounds={"ge": 1, "le": 64}
+    )
+    lookahead: Literal["on", "off", "auto"] = setting(
+        "auto", "Reading the next layer's likely experts while the disk is idle; auto stops where that does not pay."
+    )
+    stats_every: int = setting(
+        16, "Steps between two [expert-stream] lines; 0 prints only the last one.", bounds={"ge": 0}
+    )
+    stats_json: Path | None = setting(
+        None, "A file that gets the final statistics as JSON.", parse=file_to_write, default_text="none"
+    )
+    trace: Path | None = setting(
+        None, "A file that records which experts were routed to, for replay.", parse=file_to_write, default_text="none"
+    )
+    profile: Path | None = setting(
+        None,
+        "A file that keeps which experts are hot from one run to the next, for a warm start; off keeps none.",
+        parse=file_or_off,
+        metavar="FILE|off",
+        default_text="off",
+    )
+
+    max_tokens: int | None = setting(
+        None,
+        "Most tokens to generate for an answer.",
+        commands=_RUN,
+        short="-n",
+        bounds={"ge": 0},
+        default_text="up to the end of the answer or of the context",
+    )
+    system: str | None = setting(
+        None, "System message put before the chat.", commands=_RUN, default_text="none", inert=_raw
+    )
+    raw: bool = setting(
+        False,
+        "Give the prompt to the model as it is, without the chat template.",
+        commands=_RUN,
+        switch=True,
+    )
+    temperature: float = setting(1.0, "Spread of the sampling; 0 is greedy.", commands=_RUN, bounds={"ge": 0})
+    top_k: int = setting(
+        0, "Sample among the k most likely tokens; 0 is all.", commands=_RUN, bounds={"ge": 0}, inert=_greedy
+    )
+    top_p: float = setting(
+        1.0,
+        "Sample among the likeliest tokens that hold this much probability.",
+        commands=_RUN,
+        bounds={"gt": 0, "le": 1},
+        inert=_greedy,
+    )
+    min_p: float = setting(
+        0.0,
+        "Sample among tokens at least this likely beside the likeliest.",
+        commands=_RUN,
+        bounds={"ge": 0, "le": 1},
+        inert=_greedy,
+    )
+    repeat_penalty: float = setting(
+        1.0, "Divides the score of tokens seen lately; 1 is off.", commands=_RUN, bounds={"gt": 0}
+    )
+    repeat_last_n: int = setting(
+        64, "How many tokens count as lately.", commands=_RUN, bounds={"ge": 0}, inert=_no_repeat_penalty
+    )
+    presence_penalty: float = setting(
+        0.0, "Taken from the score of a token that occurred.", commands=_RUN, bounds={"ge": -2, "le": 2}
+    )
+    frequency_penalty: float = setting(
+        0.0, "Taken from a token's score each time it occurred.", commands=_RUN, bounds={"ge": -2, "le": 2}
+    )
+    seed: int | None = setting(
+        None,
+        "Seed of the sampling; the same seed and request give the same answer.",
+        commands=_RUN,
+        bounds={"ge": 0, "lt": 2**63},
+        default_text="random",
+        inert=_greedy,
+    )
+    stop: tuple[str, ...] = setting(
+        (), "Text that ends the answer; may be given several times.", commands=_RUN, parse=parse_list
+    )
+    ignore_eos: bool = setting(False, "Go on past the model's end of answer.", commands=_RUN, switch=True)
+
+    host: str = setting("127.0.0.1", "Address to listen on; 0.0.0.0 opens the server to the network.", commands=_SERVE)
+    port: int = setting(8080, "Port to listen on; 0 takes a free one.", commands=_SERVE, bounds={"ge": 0, "le": 65535})
+    alias: str | None = setting(None, "Model name that requests use.", commands=_SERVE, default_text="the file's name")
+    api_key: tuple[str, ...] = setting(
+        (),
+        "Key that requests must carry, may be given several times; the environment hides it from process lists.",
+        commands=_SERVE,
+        parse=parse_list,
+        metavar="KEY",
+        secret=True,
+        default_text="none",
+    )
+    parallel: int = setting(
+        4, "Sequences that are answered at the same time.", commands=_SERVE, bounds={"ge": 1, "le": 256}
+    )
+    drain_timeout: float = setting(
+        30.0,
+        "Seconds that running requests get to end when the server is told to stop.",
+        commands=_SERVE,
+        bounds={"ge": 0},
+    )
+    max_body: int = setting(
+        32 * 2**20,
+        "Largest request body.",
+        commands=_SERVE,
+        parse=parse_bytes,
+        metavar="SIZE",
+        default_text="32MiB",
+        bounds={"ge": 1024},
+    )
+
+    prompt_tokens: int = setting(512, "Length of the prompt whose prefill is timed.", commands=_BENCH, bounds={"ge": 1})
+    decode_tokens: int = setting(64, "Tokens whose decode is timed.", commands=_BENCH, bounds={"ge": 1})
+    repetitions: int = setting(
+        5, "Runs whose median is reported; one more warms up.", commands=_BENCH, bounds={"ge": 1, "le": 1000}
+    )
+
+    log_format: Literal["text", "json"] = setting("text", "Form of the log lines on standard error.")
+    log_level: Literal["debug", "info", "warning", "error"] = setting("info", "Least severity that is logged.")
+
+    config: Path | None = setting(
+        None, "A TOML file of settings, weaker than flags and environment.", parse=readable_file, default_text="none"
+    )
+    origin: Mapping[str, str] = dataclasses.field(default_factory=dict, repr=False)
+
+    def inert(self, command: str) -> list[str]:
+        """One line for each setting that was given and has no effect in `command` as settings stand."""
+        lines = []
+        for name, source in self.origin.items():
+            declared = SETTINGS[name].declared
+            why = f"`{command}` does not use it" if command not in declared.commands else None
+            if why is None and declared.inert is not None:
+                why = declared.inert(self)
+            if why:
+                lines.append(f"{source} has no effect: {why}")
+        return lines
+
+
+SETTINGS = declarations(Settings)
+
+
+def _refuse_unknown(names: Iterable[str], known: Iterable[str], where: str) -> None:
+    known = list(known)
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else "; docs/ENVIRONMENT.md lists all settings"
+            raise ConfigError(f"{where} {name} is not a setting{hint}")
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            values = tomllib.load(file)
+    except OSError as error:
+        raise ConfigError(f"--config {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"--config {path}: is no TOML: {error}") from None
+    _refuse_unknown(values, SETTINGS.keys() - {"config"}, f"{path}:")
+    return values
+
+
+def _model(toml: dict[str, Any]) -> type[Any]:
+    """The pydantic model of the declarations; built on use because its import takes longer than `--help` may."""
+    from pydantic import BeforeValidator, Field, create_model
+    from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
+
+    class Layers(BaseSettings):
+        model_config = SettingsConfigDict(
+            env_prefix=ENV_PREFIX, enable_decoding=False, extra="forbid", validate_default=False, allow_inf_nan=False
+        )
+
+        @classmethod
+        def settings_customise_sources(
+            cls,
+            settings_cls: type[BaseSettings],
+            init_settings: PydanticBaseSettingsSource,
+            env_settings: PydanticBaseSettingsSource,
+            dotenv_settings: PydanticBaseSettingsSource,
+            file_secret_settings: PydanticBaseSettingsSource,
+        ) -> tuple[PydanticBaseSettingsSource, ...]:
+            return init_settings, env_settings, InitSettingsSource(settings_cls, toml)
+
+    fields: dict[str, Any] = {}
+    for item in SETTINGS.values():
+        parse, bounds = item.declared.parse, item.declared.bounds
+        kind = Annotated[item.type, BeforeValidator(parse)] if parse else item.type
+        fields[item.name] = (kind, Field(default=item.default, **bounds))
+    return create_model("SettingsModel", __base__=Layers, **fields)
+
+
+def _origins(flags: Mapping[str, Any], toml: Mapping[str, Any], file: Path | None) -> dict[str, str]:
+    """For each setting that was given, the flag, variable or key that decides it."""
+    variables = {name.upper() for name in os.environ}
+    origins = {}
+    for item in SETTINGS.values():
+        if item.name in flags:
+            origins[item.name] = "MODEL" if item.name == "model" else item.flag
+        elif item.variable in variables:
+            origins[item.name] = item.variable
+        elif item.name in toml:
+            origins[item.name] = f"{file}: {item.name}"
+    return origins
+
+
+def resolve(flags: Mapping[str, Any]) -> Settings:
+    """The settings of this process from `flags` (by setting name), the environment and the file that they name.
+
+    Raises:
+        ConfigError: one line that names the flag, variable or key at fault and its value.
+    """
+    from pydantic import ValidationError
+
+    flags = {name: value for name, value in flags.items() if value is not None}
+    names = [name for name in os.environ if name.upper().startswith(ENV_PREFIX)]
+    _refuse_unknown((name.upper() for name in names), (s.variable for s in SETTINGS.values()), "environment variable")
+    file = flags.get("config", next((os.environ[n] for n in names if n.upper() == f"{ENV_PREFIX}CONFIG"), None))
+    path = None if file is None else Path(file).expanduser()
+    toml = {} if path is None else _read_toml(path)
+    origin = _origins(flags, toml, path)
+    try:
+        layers = _model(toml)(**flags)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = str(first["loc"][0])
+        reason = first["msg"].removeprefix("Value error, ").replace("Input should", "should", 1)
+        shown = "" if SETTINGS[name].declared.secret else f" {first['input']!r}"
+        raise ConfigError(f"{origin.get(name, name)}{shown}: {reason}") from None
+    values = {name: getattr(layers, name) for name in SETTINGS}
+    if not values["model"]:
+        raise ConfigError(f"no model named: give MODEL (a GGUF file, or demo), or set {ENV_PREFIX}MODEL")
+    values["threads"] = values["threads"] or physical_cores()
+    return Settings(**values, origin=origin)

@@ -1,0 +1,86 @@
+"""The forms a setting's value may take when it comes as text: sizes, expert budgets, lists, files.
+
+Each parser takes what a flag, variable or TOML key held and returns the typed value, or raises ValueError with a phrase
+that starts with "should be". Which setting uses which form is declared in config.py.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+_UNITS = {"": 1, "b": 1} | {
+    f"{letter}{tail}": base**power
+    for power, letter in enumerate("kmgt", start=1)
+    for tail, base in (("", 1024), ("ib", 1024), ("b", 1000))
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertBudget:
+    """How much room the experts' slots may take: `amount` in the unit that `kind` names (0 for auto)."""
+
+    kind: Literal["auto", "bytes", "slots", "percent"]
+    amount: float = 0
+
+    def __str__(self) -> str:
+        words = {"auto": "auto", "slots": f"{self.amount:g}", "percent": f"{self.amount:g}%"}
+        return words.get(self.kind, f"{self.amount:.0f}B")
+
+
+def parse_bytes(value: object) -> int:
+    """Bytes in `value`: a number, or a number with B, KB, KiB ... TiB (8GiB, 512M; a bare letter is binary)."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(value).lower())
+    if not match or match[2] not in _UNITS:
+        raise ValueError("should be a size such as 8GiB, 512MiB or a number of bytes")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def parse_budget(value: object) -> ExpertBudget:
+    """An expert-cache budget: `auto`, bytes with a unit (8GiB), a number of slots (4000) or a share of the experts."""
+    text = str(value).strip().lower()
+    if text == "auto":
+        return ExpertBudget("auto")
+    if match := re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text):
+        if 0 < float(match[1]) <= 100:
+            return ExpertBudget("percent", float(match[1]))
+    elif text.isdecimal():
+        if int(text) > 0:
+            return ExpertBudget("slots", int(text))
+    else:
+        try:
+            if (size := parse_bytes(text)) > 0:
+                return ExpertBudget("bytes", size)
+        except ValueError:
+            pass
+    raise ValueError("should be auto, a size (8GiB), a number of experts (4000) or a share of the experts (40%)")
+
+
+def parse_list(value: object) -> object:
+    """A repeatable setting in one string: a JSON list, or words separated by commas."""
+    if not isinstance(value, str):
+        return value
+    if value.lstrip().startswith("["):
+        return json.loads(value)
+    return [word for word in value.split(",") if word]
+
+
+def readable_file(value: object) -> Path:
+    path = Path(str(value)).expanduser()
+    if not path.is_file():
+        raise ValueError("should be a file that exists")
+    return path
+
+
+def file_to_write(value: object) -> Path:
+    path = Path(str(value)).expanduser()
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise ValueError("should be a file to write, in a folder that exists")
+    return path
+
+
+def file_or_off(value: object) -> Path | None:
+    return None if value is None or str(value) == "off" else file_to_write(value)
