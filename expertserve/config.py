@@ -328,3 +328,9 @@ def resolve(flags: Mapping[str, Any]) -> Settings:
         raise ConfigError(f"no model named: give MODEL (a GGUF file, or demo), or set {ENV_PREFIX}MODEL")
     values["threads"] = values["threads"] or physical_cores()
     return Settings(**values, origin=origin)
+
+
+def prepare_libraries() -> None:
+    """Sets the variables that native libraries read when they are loaded; call it before the first of them is."""
+    # Without it an abort inside ggml starts a debugger to print a backtrace, which can hang a server for minutes.
+    os.environ.setdefault("GGML_NO_BACKTRACE", "1")

@@ -1,0 +1,177 @@
+"""The command line: parses, calls and prints; what a command does lies in the module it calls.
+
+Options are made from the declarations in config.py, so there is no second list of names or defaults here. A user's
+error is one line on standard error with the exit code of its class. Heavy modules are imported inside the commands, so
+that `--help` and `--version` answer at once.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import signal
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from expertserve import __version__
+from expertserve.config import SETTINGS, Settings, prepare_libraries, resolve
+from expertserve.declare import Setting
+from expertserve.errors import ExpertServeError
+
+# typer keeps its parser's exceptions private; the base of all of them is BadParameter's grandparent.
+_USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[2]
+_EPILOG = (
+    "Each option is also an environment variable (EXPERTSERVE_PORT for --port) and a key of the --config file "
+    "(port); a flag wins over the environment, the environment over the file."
+)
+
+app = typer.Typer(
+    name="expertserve",
+    help="Serves Mixture-of-Experts GGUF models that are larger than memory.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+
+
+def _parameter(setting: Setting) -> inspect.Parameter:
+    declared = setting.declared
+    kind: Any = bool | None if declared.switch else list[str] | None if setting.repeatable else str | None
+    about = f"{declared.reason} [default: {setting.default_text}]"
+    if setting.name == "model":
+        info: Any = typer.Argument(metavar="MODEL", help=declared.reason, show_default=False)
+    else:
+        names = [setting.flag, *([declared.short] if declared.short else [])]
+        metavar = None if declared.switch else setting.metavar
+        info = typer.Option(*names, metavar=metavar, help=about, show_default=False)
+    return inspect.Parameter(
+        setting.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, info]
+    )
+
+
+_PROMPT = inspect.Parameter(
+    "prompt",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=None,
+    annotation=Annotated[
+        str | None,
+        typer.Option(
+            "--prompt",
+            "-p",
+            metavar="TEXT",
+            help="What to answer; without it standard input is, and on a terminal a chat starts.",
+            show_default=False,
+        ),
+    ],
+)
+
+
+def _command(name: str, *extra: inspect.Parameter) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    """Registers `body(settings, **extra)` as a command with an option for each setting that it obeys."""
+
+    def register(body: Callable[..., int]) -> Callable[..., int]:
+        def command(**values: Any) -> int:
+            own = {parameter.name: values.pop(parameter.name) for parameter in extra}
+            given = {key: value for key, value in values.items() if value is not None and value != []}
+            return body(_start(name, given), **own)
+
+        settings = [_parameter(setting) for setting in SETTINGS.values() if name in setting.declared.commands]
+        parameters = [settings[0], *extra, *settings[1:]]
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        command.__doc__ = body.__doc__
+        app.command(name, epilog=_EPILOG)(command)
+        return body
+
+    return register
+
+
+def _terminate(signum: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + signum)
+
+
+def _start(command: str, flags: dict[str, Any]) -> Settings:
+    """Resolves the settings, then makes the process ready to run `command` with them."""
+    settings = resolve(flags)
+    prepare_libraries()
+    from expertserve import log
+
+    log.configure(settings.log_format, settings.log_level)
+    signal.signal(signal.SIGTERM, _terminate)
+    logger = log.get_logger(__name__)
+    for line in settings.inert(command):
+        logger.warning(line)
+    return settings
+
+
+@_command("run", _PROMPT)
+def _run(settings: Settings, *, prompt: str | None) -> int:
+    """Answers one prompt, or chats on a terminal."""
+    from expertserve.terminal import run
+
+    return run(settings, prompt)
+
+
+@_command("serve")
+def _serve(settings: Settings) -> int:
+    """Serves the model over HTTP with OpenAI's API."""
+    from expertserve.server.app import serve
+
+    return serve(settings)
+
+
+@_command("bench")
+def _bench(settings: Settings) -> int:
+    """Times prefill and decode; the last line of output is JSON."""
+    from expertserve.bench.rates import bench
+
+    return bench(settings)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"expertserve {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+def _fail(message: str, code: int) -> int:
+    print("error: " + " ".join(message.split()), file=sys.stderr)
+    return code
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command line and returns the exit status of the process."""
+    try:
+        return app(arguments, prog_name="expertserve", standalone_mode=False) or 0
+    except _USAGE_ERROR as error:
+        if type(error).__name__ == "NoArgsIsHelpError":
+            print(error, file=sys.stderr)
+            return 2
+        return _fail(error.format_message(), 2)  # type: ignore[attr-defined]
+    except ExpertServeError as error:
+        return _fail(str(error), error.exit_code)
+    except BrokenPipeError:
+        # The reader of standard output went away; keep the interpreter from failing again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (KeyboardInterrupt, typer.Abort):
+        return 128 + signal.SIGINT
+
+
+if __name__ == "__main__":
+    sys.exit(main())
