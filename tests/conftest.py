@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.gguf_writer import make_tiny_moe
+
 
 @pytest.fixture(scope="session")
 def oracle_dir() -> Path:
@@ -14,3 +16,9 @@ def oracle_dir() -> Path:
     if not path.is_dir():
         pytest.skip("the oracle fixtures (shared/oracle beside the checkout) are absent")
     return path
+
+
+@pytest.fixture(scope="session")
+def tiny_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A whole `qwen3moe` model of 2 layers and 8 experts (F16 and Q8_0); do not write to it."""
+    return make_tiny_moe(tmp_path_factory.mktemp("tiny") / "tiny.gguf")
