@@ -1,0 +1,44 @@
+"""What the engine needs of a model and of a tokenizer, as structural types.
+
+Any object with these members will do: the real forward and tokenizer, or the fakes of the tests. The engine calls a
+forward only from its own thread, and one sequence's text stream only from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from expertserve.models.batch import Batch
+
+
+class ForwardPass(Protocol):
+    """One forward of a model over one batch; the logits, [outputs, vocab], are valid until the next call."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def max_rows(self) -> int: ...
+    @property
+    def kv_cells(self) -> int: ...
+    @property
+    def context_length(self) -> int: ...
+    def __call__(self, batch: Batch, /) -> NDArray[np.float32]: ...
+
+
+class TextStream(Protocol):
+    """Turns token ids into text as they come, never splitting a character."""
+
+    def push(self, token_id: int, /) -> str: ...
+    def flush(self) -> str: ...
+
+
+class TextSource(Protocol):
+    """The part of a tokenizer that the engine uses."""
+
+    @property
+    def eog_ids(self) -> Collection[int]: ...
+    def stream(self) -> TextStream: ...

@@ -1,0 +1,35 @@
+"""The rows of one forward: the plain value that the engine hands to a model.
+
+It knows no device and no model. The invariant: every row writes the K and V of its token into its own cell, all rows
+write before any row attends (so a row may see cells that an earlier row of the same batch writes), and a row sees
+exactly the cells whose mask entry is 0. `outputs` may be empty: a prefill chunk that does not end its prompt needs no
+logits. The arrays belong to the engine and are valid only during the call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One batch; T rows, decode rows first.
+
+    Attributes:
+        tokens: token id of each row, [T].
+        positions: position of each row's token in its sequence, [T].
+        cells: KV cell each row writes, [T].
+        mask: 0 where a row sees a cell, -inf where not, [T, n_kv].
+        outputs: rows whose logits are returned, ascending, [n].
+        decode_rows: rows that belong to decode; the others are prefill.
+    """
+
+    tokens: NDArray[np.int32]
+    positions: NDArray[np.int32]
+    cells: NDArray[np.int64]
+    mask: NDArray[np.float16]
+    outputs: NDArray[np.int32]
+    decode_rows: int

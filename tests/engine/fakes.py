@@ -1,0 +1,220 @@
+"""A model and a tokenizer whose every output is a hash, so that any mistake of the engine changes a token.
+
+`HashForward` has the structure of a two-layer transformer: layer 0 keeps the token and position of each cell, layer 1
+keeps a hash of everything the writing row saw in layer 0, and the logits are a hash of everything the row sees in
+layer 1. A wrong mask, cell, position, stale cell or leak between sequences therefore changes the logits. `Oracle`
+computes the same function from a list of tokens alone, without cells, masks or batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from expertserve.engine.engine import Engine
+from expertserve.engine.request import (
+    ErrorEvent,
+    Event,
+    FinishEvent,
+    PromptEvent,
+    Request,
+    SamplingParams,
+    TokenEvent,
+    TokenLogprob,
+)
+from expertserve.engine.sampler import Sampler
+from expertserve.models.batch import Batch
+
+U64 = NDArray[np.uint64]
+
+
+def mix(x: U64) -> U64:
+    """splitmix64's finaliser."""
+    x = (x + np.uint64(0x9E3779B97F4A7C15)) & np.uint64(2**64 - 1)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def embed(tokens: NDArray[np.int32], positions: NDArray[np.int32]) -> U64:
+    return mix(tokens.astype(np.uint64) * np.uint64(1_000_003) + mix(positions.astype(np.uint64)))
+
+
+def logits_of(states: U64, vocab_size: int) -> NDArray[np.float32]:
+    grid = mix(states[:, None] + mix(np.arange(vocab_size, dtype=np.uint64))[None, :])
+    return (grid >> np.uint64(40)).astype(np.float32) / np.float32(2**24) * 8
+
+
+class HashForward:
+    """The fake model; see the module docstring."""
+
+    def __init__(
+        self, vocab_size: int = 97, max_rows: int = 64, kv_cells: int = 2048, context_length: int = 4096
+    ) -> None:
+        self.vocab_size, self.max_rows, self.kv_cells, self.context_length = (
+            vocab_size,
+            max_rows,
+            kv_cells,
+            context_length,
+        )
+        self.batches: list[tuple[int, int, int]] = []  # rows, decode rows, outputs
+        self.fault: Callable[[Batch], None] = lambda batch: None
+        self._layers = [np.zeros(kv_cells, np.uint64), np.zeros(kv_cells, np.uint64)]
+        self._logits = np.zeros((0, vocab_size), np.float32)
+
+    def __call__(self, batch: Batch) -> NDArray[np.float32]:
+        self._check(batch)
+        self._logits[:] = np.nan  # the previous logits are gone
+        self.batches.append((len(batch.tokens), batch.decode_rows, len(batch.outputs)))
+        visible = (batch.mask == 0).astype(np.uint64)
+        n_kv = batch.mask.shape[1]
+        state = embed(batch.tokens, batch.positions)
+        for layer, memory in enumerate(self._layers):
+            memory[batch.cells] = state
+            if layer == 1:
+                self.fault(batch)  # in the middle: some of the K and V of this batch are written
+            state = mix(visible @ memory[:n_kv])
+        self._logits = logits_of(state[batch.outputs], self.vocab_size)
+        return self._logits
+
+    def _check(self, batch: Batch) -> None:
+        rows = len(batch.tokens)
+        assert 0 < rows <= self.max_rows
+        assert batch.tokens.dtype == batch.positions.dtype == batch.outputs.dtype == np.int32
+        assert batch.cells.dtype == np.int64 and batch.mask.dtype == np.float16
+        assert batch.positions.shape == batch.cells.shape == (rows,)
+        assert batch.mask.shape[0] == rows and batch.mask.shape[1] % 256 == 0 and batch.mask.shape[1] <= self.kv_cells
+        assert batch.mask.flags.c_contiguous
+        assert bool(np.all((batch.mask == 0) | np.isneginf(batch.mask)))
+        assert len(np.unique(batch.cells)) == rows, "two rows write one cell"
+        assert bool(np.all(np.diff(batch.outputs) > 0)) and bool(np.all(batch.outputs < rows))
+        assert 0 <= batch.decode_rows <= rows
+
+
+class Oracle:
+    """The same model as a pure function of a token list, with the plain loop around it."""
+
+    def __init__(self, vocab_size: int = 97) -> None:
+        self.vocab_size = vocab_size
+
+    def logits(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+        """Logits after every token, [len(tokens), vocab]."""
+        first = embed(np.array(tokens, np.int32), np.arange(len(tokens), dtype=np.int32))
+        second = mix(np.cumsum(first, dtype=np.uint64))
+        return logits_of(mix(np.cumsum(second, dtype=np.uint64)), self.vocab_size)
+
+    def generate(self, prompt: Sequence[int], params: SamplingParams, eog: frozenset[int], context: int) -> list[int]:
+        """The tokens a request must get (without stop strings)."""
+        tokens, new, sampler = list(prompt), list[int](), Sampler(params)
+        while len(tokens) < context and (params.max_tokens is None or len(new) < params.max_tokens):
+            token = sampler.sample(self.logits(tokens)[-1], np.array(tokens, np.int32))
+            tokens.append(token)
+            new.append(token)
+            if token in eog and not params.ignore_eos:
+                break
+        return new
+
+
+class PieceStream:
+    """Joins the tokens' bytes and gives out whole characters only."""
+
+    def __init__(self, pieces: Sequence[bytes]) -> None:
+        self._pieces, self._pending = pieces, b""
+
+    def push(self, token_id: int) -> str:
+        self._pending += self._pieces[token_id]
+        for cut in range(len(self._pending), max(-1, len(self._pending) - 4), -1):
+            try:
+                text = self._pending[:cut].decode()
+            except UnicodeDecodeError:
+                continue
+            self._pending = self._pending[cut:]
+            return text
+        text, self._pending = self._pending.decode(errors="replace"), b""
+        return text
+
+    def flush(self) -> str:
+        text, self._pending = self._pending.decode(errors="replace"), b""
+        return text
+
+
+class PieceTokenizer:
+    """Token i is a few letters; some tokens are halves of a two-byte character; the last id ends the text."""
+
+    def __init__(self, vocab_size: int = 97) -> None:
+        letters = "abc"
+        pieces = [letters[i % 3] * (1 + i % 2) + letters[(i // 3) % 3] for i in range(vocab_size)]
+        self.pieces = [piece.encode() for piece in pieces]
+        self.pieces[5], self.pieces[6] = b"\xc3", b"\xa4"
+        self.pieces[-1] = b""
+        self.eog_ids = frozenset({vocab_size - 1})
+
+    def stream(self) -> PieceStream:
+        return PieceStream(self.pieces)
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """The text of tokens that came one by one."""
+        stream = self.stream()
+        return "".join(stream.push(token) for token in tokens) + stream.flush()
+
+
+class Client:
+    """Collects a request's events and checks their order."""
+
+    def __init__(self, name: str, prompt: Sequence[int], params: SamplingParams) -> None:
+        self.request = Request(name, list(prompt), params, self._on_event)
+        self.tokens: list[int] = []
+        self.pieces: list[str] = []
+        self.logprobs: list[TokenLogprob | None] = []
+        self.prompt_logprobs: list[TokenLogprob | None] | None = None
+        self.finish: FinishEvent | None = None
+        self.error: ErrorEvent | None = None
+        self.on_token: Callable[[], None] = lambda: None
+
+    @property
+    def ended(self) -> bool:
+        return self.finish is not None or self.error is not None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+    def _on_event(self, event: Event) -> None:
+        assert not self.ended, "an event after the last one"
+        match event:
+            case PromptEvent():
+                assert self.prompt_logprobs is None and not self.tokens
+                self.prompt_logprobs = event.logprobs
+            case TokenEvent():
+                self.tokens.append(event.token_id)
+                self.pieces.append(event.text)
+                self.logprobs.append(event.logprob)
+                self.on_token()
+            case FinishEvent():
+                self.finish = event
+                self.pieces.append(event.text)
+                assert event.usage.completion_tokens == len(self.tokens)
+                assert event.usage.prompt_tokens == len(self.request.prompt)
+            case ErrorEvent():
+                self.error = event
+
+
+def run_to_end(engine: Engine, *, check: bool = True) -> None:
+    """Steps an engine that has no thread until nothing is left to do."""
+    while engine.tick():
+        if check:
+            engine.check_integrity()
+
+
+def assert_nothing_leaks(engine: Engine) -> None:
+    """All requests ended: what is in use belongs to the prefix cache, and clearing that frees every cell."""
+    engine.check_integrity()
+    before = engine.snapshot()
+    assert before["requests_running"] == before["requests_queued"] == before["kv_cells_used"] == 0
+    engine.clear_prefix_cache()
+    engine.tick()
+    engine.check_integrity()
+    after = engine.snapshot()
+    assert after["kv_cells_cached"] == 0 and after["kv_cells_free"] == after["kv_cells"]
