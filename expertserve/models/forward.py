@@ -1,0 +1,163 @@
+"""One forward of one model over one batch: segments on the device, routing on the host, experts through the lane.
+
+Owns the buffers between segments and the order in which things run; one call is one step of the lane. It knows no
+device and no family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from expertserve.errors import UnsupportedModelError
+from expertserve.experts.lane import ExpertLane
+from expertserve.experts.router import route
+from expertserve.gguf.spans import ExpertTower
+from expertserve.models.batch import Batch
+from expertserve.models.model import Model
+from expertserve.ops.base import Backend, ExpertKernel, Graph, KVType
+
+LOGIT_BYTES = 64 << 20
+"""Most bytes of logits one forward returns, unless a single row a sequence is more."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    """A stretch of the forward that runs without the host, and the layer whose experts follow it (None: the head)."""
+
+    name: str
+    build: Callable[[Graph], None]
+    layer: int | None
+
+
+class Forward:
+    """A model on a device. Weights are loaded and the lane is open when it is constructed.
+
+    Args:
+        model: what to compute.
+        backend: where to compute it; its weights are loaded.
+        lane: the experts.
+        max_rows: most rows of one batch.
+        kv_cells: cells of the KV cache, a multiple of 256.
+        kv_type: element type of the KV cache.
+        min_outputs: logit rows every batch may ask for, however large the vocabulary.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        backend: Backend,
+        lane: ExpertLane,
+        *,
+        max_rows: int,
+        kv_cells: int,
+        kv_type: KVType,
+        min_outputs: int,
+    ) -> None:
+        self.model = model
+        self.vocab_size = model.vocab_size
+        self.context_length = model.hp.context_length
+        self.max_rows = max_rows
+        self.kv_cells = kv_cells
+        self.max_outputs = min(max_rows, max(min_outputs, LOGIT_BYTES // (4 * self.vocab_size)))
+        self._backend = backend
+        self._lane = lane
+        self.kv_bytes = backend.allocate_kv(model.kv_layouts(), kv_cells, kv_type)
+        self._allocate_buffers()
+        self._kernels = self._make_kernels()
+        self._segments = self._make_segments()
+
+    def _allocate_buffers(self) -> None:
+        hp, rows = self.model.hp, self.max_rows
+        buffers: dict[str, tuple[tuple[int, ...], type]] = {
+            "tokens": ((rows,), np.int32),
+            "positions": ((rows,), np.int32),
+            "cells": ((rows,), np.int64),
+            "outputs": ((rows,), np.int32),
+            "mask": ((rows * self.kv_cells,), np.float16),
+            "residual": ((rows, hp.hidden), np.float32),
+            "ffn_input": ((rows, hp.hidden), np.float32),
+            "router": ((rows, hp.num_experts), np.float32),
+            "expert_weights": ((rows, hp.top_k), np.float32),
+            "expert_out": ((rows * hp.top_k, hp.hidden), np.float32),
+            "logits": ((self.max_outputs, self.vocab_size), np.float32),
+        }
+        if self.model.has_shared_expert:
+            buffers["shared"] = ((rows, hp.hidden), np.float32)
+        for name, (shape, dtype) in buffers.items():
+            self._backend.allocate_buffer(name, shape, dtype)
+
+    def _make_kernels(self) -> dict[int, ExpertKernel]:
+        """One kernel for each kind of expert; layers whose experts are alike share it."""
+        by_kind: dict[tuple[object, ...], ExpertKernel] = {}
+        kernels = {}
+        for layer, tower in self.model.towers.items():
+            if tower.num_experts != self.model.hp.num_experts:
+                raise UnsupportedModelError(
+                    f"layer {layer} has {tower.num_experts} experts, metadata says {self.model.hp.num_experts}"
+                )
+            kind = _kind(tower)
+            if kind not in by_kind:
+                by_kind[kind] = self._backend.expert_kernel(tower, self.model.expert_shape(tower))
+            kernels[layer] = by_kind[kind]
+        return kernels
+
+    def _make_segments(self) -> list[_Segment]:
+        last = self.model.hp.num_layers
+        missing = [layer for layer in range(last) if layer not in self.model.towers]
+        if missing:
+            raise UnsupportedModelError(f"layer {missing[0]} has no routed experts")
+        return [
+            _Segment(f"segment.{i}", partial(self._build_segment, index=i), i if i < last else None)
+            for i in range(last + 1)
+        ]
+
+    def _build_segment(self, g: Graph, index: int) -> None:
+        x = self.model.embed(g) if index == 0 else self.model.join(g)
+        if index < self.model.hp.num_layers:
+            self.model.front(g, index, x)
+        else:
+            g.store("logits", self.model.head(g, x))
+
+    def __call__(self, batch: Batch) -> NDArray[np.float32]:
+        """Runs one step.
+
+        Returns:
+            Logits, float32 [len(batch.outputs), vocab], valid until the next call.
+
+        Raises:
+            ExpertReadError: an expert could not be read; the KV cells of the batch hold nothing useful.
+        """
+        rows, n = batch.tokens.size, batch.outputs.size
+        backend, lane = self._backend, self._lane
+        with lane.step(decode_rows=batch.decode_rows, prefill_rows=rows - batch.decode_rows):
+            backend.host("tokens")[:rows] = batch.tokens
+            backend.host("positions")[:rows] = batch.positions
+            backend.host("cells")[:rows] = batch.cells
+            backend.host("outputs")[:n] = batch.outputs
+            backend.begin_batch(rows, batch.mask, n)
+            router, weights = backend.host("router")[:rows], backend.host("expert_weights")[:rows]
+            for segment in self._segments:
+                if segment.layer is None and n == 0:
+                    break
+                backend.compile(segment.name, segment.build).run()
+                if segment.layer is not None:
+                    ids, weights[:] = route(router, self.model.router)
+                    kernel = self._kernels[segment.layer]
+                    kernel.begin(rows)
+                    lane.run_layer(segment.layer, ids, kernel)
+        logits: NDArray[np.float32] = backend.host("logits")[:n]
+        return logits
+
+    def close(self) -> None:
+        """Frees the device's memory and closes the lane; idempotent."""
+        self._lane.close()
+        self._backend.close()
+
+
+def _kind(tower: ExpertTower) -> tuple[object, ...]:
+    return tuple((role, part.type, part.shape) for role, part in zip(tower.roles, tower.slices, strict=True))

@@ -1,0 +1,111 @@
+"""Hyper-parameters of a model, read from GGUF metadata and checked for sense.
+
+Every number a model builds shapes from passes through here once, so that a family file can trust what it gets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from expertserve.errors import GGUFError, UnsupportedModelError
+from expertserve.experts.router import Gating, RouterRule
+from expertserve.gguf.file import GGUFFile
+from expertserve.ops.base import Rope, RopeStyle
+
+FREQ_FACTORS = "rope_freqs.weight"
+MAX_COUNT = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class HParams:
+    """Sizes that all families share; see the GGUF specification for the keys."""
+
+    num_layers: int
+    hidden: int
+    num_heads: int
+    num_kv_heads: int
+    k_dim: int
+    v_dim: int
+    eps: float
+    context_length: int
+    num_experts: int
+    top_k: int
+
+
+def read_count(file: GGUFFile, key: str, default: int | None = None) -> int:
+    """A positive whole number under `{architecture}.{key}`."""
+    value = file.get(key, default)
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= MAX_COUNT:
+        raise GGUFError(f"{file.paths[0].name}: {file.architecture}.{key} is {value!r}, expected a positive number")
+    return value
+
+
+def read_float(file: GGUFFile, key: str, default: float) -> float:
+    """A finite number under `{architecture}.{key}`."""
+    value = file.get(key, default)
+    if not isinstance(value, int | float) or not abs(value) < 1e30:
+        raise GGUFError(f"{file.paths[0].name}: {file.architecture}.{key} is {value!r}, expected a number")
+    return float(value)
+
+
+def read_hparams(file: GGUFFile) -> HParams:
+    """The sizes of a model whose layers are alike."""
+    hidden, heads = read_count(file, "embedding_length"), read_count(file, "attention.head_count")
+    k_dim = read_count(file, "attention.key_length", max(hidden // heads, 1))
+    num_experts, top_k = read_count(file, "expert_count"), read_count(file, "expert_used_count")
+    if top_k > num_experts:
+        raise GGUFError(f"{file.paths[0].name}: expert_used_count {top_k} exceeds expert_count {num_experts}")
+    return HParams(
+        num_layers=read_count(file, "block_count"),
+        hidden=hidden,
+        num_heads=heads,
+        num_kv_heads=read_count(file, "attention.head_count_kv", heads),
+        k_dim=k_dim,
+        v_dim=read_count(file, "attention.value_length", k_dim),
+        eps=read_float(file, "attention.layer_norm_rms_epsilon", 1e-5),
+        context_length=read_count(file, "context_length", 4096),
+        num_experts=num_experts,
+        top_k=top_k,
+    )
+
+
+def read_rope(file: GGUFFile, style: RopeStyle, head_dim: int) -> Rope:
+    """Rotary embedding with linear or YaRN scaling and frequency factors, as the file says."""
+    kind: Any = file.get("rope.scaling.type", "linear")
+    if kind not in ("none", "linear", "yarn"):
+        raise UnsupportedModelError(f"rope.scaling.type {kind!r} is not supported; supported: none, linear, yarn")
+    factor = read_float(file, "rope.scaling.factor", read_float(file, "rope.scale_linear", 0.0))
+    if factor < 0:
+        raise GGUFError(f"{file.paths[0].name}: rope.scaling.factor is {factor}, expected a positive number")
+    yarn = kind == "yarn"
+    base = read_float(file, "rope.freq_base", 10000.0)
+    if base <= 0:
+        raise GGUFError(f"{file.paths[0].name}: rope.freq_base is {base}, expected a positive number")
+    return Rope(
+        dims=read_count(file, "rope.dimension_count", head_dim),
+        style=style,
+        freq_base=base,
+        freq_scale=1.0 if kind == "none" or factor == 0 else 1.0 / factor,
+        original_context=read_count(
+            file, "rope.scaling.original_context_length", read_count(file, "context_length", 4096)
+        ),
+        ext_factor=read_float(file, "rope.scaling.yarn_ext_factor", 1.0) if yarn else 0.0,
+        attn_factor=read_float(file, "rope.scaling.attn_factor", 1.0),
+        beta_fast=read_float(file, "rope.scaling.yarn_beta_fast", 32.0),
+        beta_slow=read_float(file, "rope.scaling.yarn_beta_slow", 1.0),
+        freq_factors=FREQ_FACTORS if FREQ_FACTORS in file.tensors else None,
+    )
+
+
+def read_router_rule(file: GGUFFile, top_k: int, *, normalise: bool) -> RouterRule:
+    """The family's rule, where metadata does not say otherwise."""
+    gating = file.get("expert_gating_func", Gating.SOFTMAX.value) or Gating.SOFTMAX.value
+    if gating not in [g.value for g in Gating]:
+        raise UnsupportedModelError(f"expert_gating_func {gating!r} is not supported")
+    return RouterRule(
+        top_k=top_k,
+        gating=Gating(gating),
+        normalise=bool(file.get("expert_weights_norm", normalise)),
+        scale=read_float(file, "expert_weights_scale", 1.0) or 1.0,
+    )

@@ -1,0 +1,243 @@
+"""The operators a model may use, stated once for every device.
+
+A model describes each layer as operations on a `Graph`; a `Backend` compiles such a description into a `Segment`, runs
+it for every token and owns the buffers that connect segments with the host. Shapes are row-major (outermost first); a
+row is one token of the batch. Nothing here knows a device, and a model holds these base types only.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum, StrEnum
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from expertserve.experts.batch import Fence, SlotBatch
+    from expertserve.gguf.file import TensorInfo
+    from expertserve.gguf.spans import ExpertTower
+
+ReadTensor = Callable[[str, memoryview], None]
+
+
+class Tensor:
+    """A value inside a graph; only its shape is public."""
+
+    __slots__ = ("shape",)
+
+    def __init__(self, shape: Sequence[int]) -> None:
+        self.shape = tuple(shape)
+
+
+class RopeStyle(Enum):
+    """Which two elements of a head rotate together: neighbours (NORMAL) or element i and i + dims / 2 (NEOX)."""
+
+    NORMAL = 0
+    NEOX = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary position embedding as in RoFormer (arXiv:2104.09864), with YaRN's interpolation (arXiv:2309.00071).
+
+    Attributes:
+        dims: leading elements of a head that rotate.
+        style: pairing of the rotated elements.
+        freq_base: base of the geometric frequency series.
+        freq_scale: factor on positions (1 / scaling factor).
+        original_context: context length of training; YaRN's ramp depends on it.
+        ext_factor: YaRN's mix of interpolation and extrapolation, 0 for none.
+        attn_factor: magnitude of the rotated vectors, before YaRN's own correction.
+        beta_fast, beta_slow: bounds of YaRN's ramp, in rotations over the original context.
+        freq_factors: name of a weight [dims / 2] that divides each frequency, or None.
+    """
+
+    dims: int
+    style: RopeStyle
+    freq_base: float
+    freq_scale: float = 1.0
+    original_context: int = 0
+    ext_factor: float = 0.0
+    attn_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    freq_factors: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """One layer's part of the KV cache: heads and elements a head of K and of V."""
+
+    layer: int
+    num_heads: int
+    k_dim: int
+    v_dim: int
+
+
+class KVType(StrEnum):
+    """Element type of the KV cache."""
+
+    F16 = "f16"
+    F32 = "f32"
+    Q8_0 = "q8_0"
+
+    def row_bytes(self, n: int) -> int:
+        """Bytes of `n` elements; for Q8_0 `n` must be a multiple of 32."""
+        return {KVType.F16: 2 * n, KVType.F32: 4 * n, KVType.Q8_0: n // 32 * 34}[self]
+
+
+class Activation(Enum):
+    """Gated activation of a feed-forward block: act(gate) * up."""
+
+    SILU = "silu"
+
+
+class Graph(ABC):
+    """A segment description under construction; methods return new float32 tensors unless they say otherwise."""
+
+    rows: int
+
+    @abstractmethod
+    def embed(self, weight: str) -> Tensor:
+        """Rows [rows, hidden] of the embedding `weight` for the batch's token ids."""
+
+    @abstractmethod
+    def load(self, buffer: str) -> Tensor:
+        """The first rows of a persistent buffer that an earlier segment stored."""
+
+    @abstractmethod
+    def store(self, buffer: str, x: Tensor) -> None:
+        """Keeps x in a persistent buffer for later segments or the host."""
+
+    @abstractmethod
+    def linear(self, x: Tensor, weight: str, bias: str | None = None) -> Tensor:
+        """x [.., in] times weight [out, in] transposed, plus bias [out]; a weight [in] is one output."""
+
+    @abstractmethod
+    def rms_norm(self, x: Tensor, weight: str | None, eps: float) -> Tensor:
+        """x / sqrt(mean(x^2) + eps) * weight over the last axis (arXiv:1910.07467)."""
+
+    @abstractmethod
+    def add(self, a: Tensor, b: Tensor) -> Tensor:
+        """a + b, of equal shape."""
+
+    @abstractmethod
+    def mul(self, a: Tensor, b: Tensor) -> Tensor:
+        """a * b; b may have a last axis of 1."""
+
+    @abstractmethod
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        """x * factor."""
+
+    @abstractmethod
+    def sigmoid(self, x: Tensor) -> Tensor:
+        """1 / (1 + exp(-x))."""
+
+    @abstractmethod
+    def gated(self, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+        """activation(gate) * up."""
+
+    @abstractmethod
+    def reshape(self, x: Tensor, shape: Sequence[int]) -> Tensor:
+        """The same elements in another shape."""
+
+    @abstractmethod
+    def rope(self, x: Tensor, rope: Rope) -> Tensor:
+        """x [rows, heads, dim] rotated by the batch's positions."""
+
+    @abstractmethod
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, kv: KVLayout, scale: float) -> Tensor:
+        """Writes k and v [rows, kv heads, dim] to the batch's KV cells, then attends through the batch's mask.
+
+        q is [rows, heads, k_dim]; query head i reads KV head i // (heads / kv heads). Returns [rows, heads * v_dim].
+        """
+
+    @abstractmethod
+    def combine_experts(self, hidden: int, top_k: int) -> Tensor:
+        """Sum over j of weights[row, j] * expert output[row, j], added in order of j: [rows, hidden].
+
+        Reads what the expert kernel and the router left in the buffers `expert_out` and `expert_weights`.
+        """
+
+    @abstractmethod
+    def select_outputs(self, x: Tensor) -> Tensor:
+        """The rows of x [rows, n] whose logits the batch asks for: [outputs, n]."""
+
+
+class Segment(ABC):
+    """A compiled description; `run` executes it on the current batch."""
+
+    @abstractmethod
+    def run(self) -> None:
+        """Computes the segment; its stored buffers are valid when this returns."""
+
+
+class ExpertKernel(ABC):
+    """The routed feed-forward of one slot layout: for each (token, expert) pair, down(act(gate x) * up x)."""
+
+    @abstractmethod
+    def begin(self, rows: int) -> None:
+        """Starts a layer: input `ffn_input` [rows, hidden] has changed."""
+
+    @abstractmethod
+    def __call__(self, batch: SlotBatch) -> Fence | None:
+        """Computes the pairs of `batch` into rows `pair` of buffer `expert_out`.
+
+        Returns None when the kernel has finished, a fence when it was only launched.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertShape:
+    """What the expert kernel must know beyond the slices: sizes, choices a token, and the activation."""
+
+    hidden: int
+    ffn: int
+    top_k: int
+    activation: Activation
+
+
+class Backend(ABC):
+    """A device: its weights, KV cache, buffers, compiled segments and kernels."""
+
+    name: str
+
+    @abstractmethod
+    def check(self, infos: Iterable[TensorInfo], towers: Iterable[ExpertTower]) -> None:
+        """Raises UnsupportedModelError for a tensor type or shape this device cannot compute with."""
+
+    @abstractmethod
+    def load_weights(self, infos: Sequence[TensorInfo], read: ReadTensor, progress: Callable[[int], None]) -> None:
+        """Reads the dense weights once; `progress` is called with the bytes of each tensor."""
+
+    @abstractmethod
+    def allocate_kv(self, layouts: Sequence[KVLayout], cells: int, kv_type: KVType) -> int:
+        """Allocates the KV cache and returns its bytes."""
+
+    @abstractmethod
+    def allocate_buffer(self, name: str, shape: Sequence[int], dtype: Any) -> None:
+        """Allocates a zeroed persistent buffer; its first axis is rows."""
+
+    @abstractmethod
+    def host(self, name: str) -> NDArray[Any]:
+        """A host array over the whole buffer, to read results from or to write inputs to before `run`."""
+
+    @abstractmethod
+    def begin_batch(self, rows: int, mask: NDArray[np.float16], outputs: int) -> None:
+        """Sets the shape of the batch and its attention mask [rows, n_kv]: 0 where visible, -inf where not."""
+
+    @abstractmethod
+    def compile(self, name: str, build: Callable[[Graph], None]) -> Segment:
+        """The segment `name` for the shape of the current batch, built at most once a shape."""
+
+    @abstractmethod
+    def expert_kernel(self, tower: ExpertTower, shape: ExpertShape) -> ExpertKernel:
+        """A kernel for experts laid out like those of `tower`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Frees everything; idempotent."""

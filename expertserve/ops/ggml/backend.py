@@ -1,0 +1,247 @@
+"""The CPU backend: ggml's own kernels through ctypes.
+
+Owns dense weights, KV cache, persistent buffers and compiled segments. A segment is compiled once for each shape it
+meets and then run by one call. Segments share one scratch area, since they run one after another; where it has to grow,
+the segments compiled before are dropped and compiled again on their next use.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from expertserve.errors import CapacityError, KernelUnavailableError, UnsupportedModelError
+from expertserve.gguf.file import TensorInfo
+from expertserve.gguf.spans import ExpertTower
+from expertserve.ops import base
+from expertserve.ops.base import ExpertShape, KVLayout, KVType, ReadTensor
+from expertserve.ops.ggml.experts import GgmlExpertKernel
+from expertserve.ops.ggml.graph import GgmlGraph, GgmlTensor
+from expertserve.ops.ggml.library import GRAPH_COMPUTE, ggml
+
+ALIGNMENT = 64
+MAX_SEGMENTS = 512
+KV_TYPES = {KVType.F16: ggml.GGML_TYPE_F16, KVType.F32: ggml.GGML_TYPE_F32, KVType.Q8_0: ggml.GGML_TYPE_Q8_0}
+
+
+class Memory:
+    """Zeroed anonymous memory, page-aligned, whose pages exist only once touched."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = max(nbytes, 1)
+        try:
+            self._map = mmap.mmap(-1, self.nbytes)
+        except (OSError, ValueError, OverflowError) as error:
+            raise CapacityError(f"cannot allocate {self.nbytes:,} bytes: {error}") from error
+        self.array: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
+        self.address: int = self.array.ctypes.data
+
+
+def align(n: int) -> int:
+    """The next multiple of the tensor alignment."""
+    return -(-n // ALIGNMENT) * ALIGNMENT
+
+
+class GgmlSegment(base.Segment):
+    """A compiled graph, its plan and its work buffer."""
+
+    def __init__(self, graph: GgmlGraph, threads: int, work: Callable[[int], Memory]) -> None:
+        self._graph = graph
+        self._plan = ggml.ggml_graph_plan(graph.graph, threads, None)
+        if self._plan.work_size:
+            self._work = work(self._plan.work_size)
+            self._plan.work_data = ctypes.cast(self._work.address, ctypes.POINTER(ctypes.c_uint8))
+        self._args = (ctypes.addressof(graph.graph.contents), ctypes.addressof(self._plan))
+
+    def run(self) -> None:
+        status = GRAPH_COMPUTE(*self._args)
+        if status != 0:
+            raise KernelUnavailableError(f"ggml could not compute a graph (status {status})")
+
+    def free(self) -> None:
+        """Releases ggml's context; the segment must not run again."""
+        ggml.ggml_free(self._graph.ctx)
+
+
+class GgmlBackend(base.Backend):
+    """ggml on the CPU with `threads` threads."""
+
+    name = "cpu"
+
+    def __init__(self, *, threads: int, flash_attention: bool) -> None:
+        ggml.ggml_cpu_init()
+        self.threads = threads
+        self.flash_attention = flash_attention
+        self.rows = self.n_kv = self.outputs = 0
+        self._weights: dict[str, GgmlTensor] = {}
+        self._contexts: list[Any] = []
+        self._memory: list[Memory] = []
+        self._buffers: dict[str, NDArray[Any]] = {}
+        self._shared: dict[tuple[str, int], Memory] = {}
+        self._kv: dict[int, tuple[Any, Any]] = {}
+        self._segments: OrderedDict[tuple[str, int, int, int], GgmlSegment] = OrderedDict()
+        self._uses: dict[str, tuple[bool, bool]] = {}
+        self._work: Memory | None = None
+        self._allocator = ggml.ggml_gallocr_new(ggml.ggml_backend_cpu_buffer_type())
+        self._scratch_bytes = 0
+
+    # -- set-up ---------------------------------------------------------------------------------------------------
+
+    def check(self, infos: Iterable[TensorInfo], towers: Iterable[ExpertTower]) -> None:
+        dense = list(infos)
+        for info in dense:
+            if len(info.shape) == 1 and int(info.type) != ggml.GGML_TYPE_F32:
+                raise UnsupportedModelError(f"{info.name}: a vector of {info.type.name}; only F32 is computed with")
+        for info in (*dense, *(part for tower in towers for part in tower.slices)):
+            if not ggml.ggml_get_type_traits_cpu(int(info.type)).contents.vec_dot:
+                raise UnsupportedModelError(f"{info.name}: tensor type {info.type.name} has no CPU kernel")
+
+    def load_weights(self, infos: Sequence[TensorInfo], read: ReadTensor, progress: Callable[[int], None]) -> None:
+        memory = self._allocate(sum(align(info.nbytes) for info in infos))
+        context = self._context(len(infos))
+        offset = 0
+        for info in infos:
+            read(info.name, memory.array.data[offset : offset + info.nbytes])
+            dims = (ctypes.c_int64 * len(info.shape))(*reversed(info.shape))
+            tensor = ggml.ggml_new_tensor(context, int(info.type), len(info.shape), dims)
+            tensor.contents.data = memory.address + offset
+            self._weights[info.name] = GgmlTensor(tensor, info.shape)
+            offset += align(info.nbytes)
+            progress(info.nbytes)
+
+    def allocate_kv(self, layouts: Sequence[KVLayout], cells: int, kv_type: KVType) -> int:
+        if kv_type is KVType.Q8_0 and not self.flash_attention:
+            raise UnsupportedModelError("a q8_0 KV cache needs flash attention: use --flash-attn on or --kv-type f16")
+        context = self._context(2 * len(layouts))
+        total = 0
+        for layout in layouts:
+            pair = []
+            for dim in (layout.k_dim, layout.v_dim):
+                if kv_type is KVType.Q8_0 and dim % 32:
+                    raise UnsupportedModelError(f"a q8_0 KV cache needs heads of a multiple of 32, not {dim}")
+                tensor = ggml.ggml_new_tensor_2d(context, KV_TYPES[kv_type], layout.num_heads * dim, cells)
+                memory = self._allocate(cells * kv_type.row_bytes(layout.num_heads * dim))
+                tensor.contents.data = memory.address
+                total += memory.nbytes
+                pair.append(tensor)
+            self._kv[layout.layer] = (pair[0], pair[1])
+        return total
+
+    def allocate_buffer(self, name: str, shape: Sequence[int], dtype: Any) -> None:
+        memory = self._allocate(int(np.prod(shape)) * np.dtype(dtype).itemsize)
+        self._buffers[name] = memory.array.view(dtype)[: int(np.prod(shape))].reshape(shape)
+
+    def shared_scratch(self, name: str, variant: int, nbytes: int) -> int:
+        """Address of at least `nbytes` that kernels of one (name, variant) share, since they run one after another."""
+        memory = self._shared.get((name, variant))
+        if memory is None or memory.nbytes < nbytes:
+            memory = self._shared[name, variant] = self._allocate(nbytes)
+        return memory.address
+
+    def _allocate(self, nbytes: int) -> Memory:
+        memory = Memory(align(nbytes))
+        self._memory.append(memory)
+        return memory
+
+    def _context(self, tensors: int) -> Any:
+        size = (tensors + 1) * ggml.ggml_tensor_overhead()
+        context = ggml.ggml_init(ggml.ggml_init_params(mem_size=size, mem_buffer=None, no_alloc=True))
+        self._contexts.append(context)
+        return context
+
+    # -- what a graph asks for --------------------------------------------------------------------------------------
+
+    def weight(self, name: str) -> GgmlTensor:
+        """The dense weight `name`."""
+        try:
+            return self._weights[name]
+        except KeyError:
+            raise UnsupportedModelError(f"the file has no tensor {name}, which its architecture needs") from None
+
+    def kv(self, layer: int) -> tuple[Any, Any]:
+        """The K and V tensors of a layer, [cells, heads * dim] each."""
+        return self._kv[layer]
+
+    def address(self, name: str) -> int:
+        """Address of a persistent buffer."""
+        return int(self._buffers[name].ctypes.data)
+
+    def buffer_shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a persistent buffer."""
+        return self._buffers[name].shape
+
+    # -- running ------------------------------------------------------------------------------------------------------
+
+    def host(self, name: str) -> NDArray[Any]:
+        return self._buffers[name]
+
+    def begin_batch(self, rows: int, mask: NDArray[np.float16], outputs: int) -> None:
+        self.rows, self.n_kv, self.outputs = rows, mask.shape[1], outputs
+        self._buffers["mask"][: mask.size] = mask.reshape(-1)
+
+    def compile(self, name: str, build: Callable[[base.Graph], None]) -> GgmlSegment:
+        uses_kv, uses_outputs = self._uses.get(name, (True, True))
+        key = (name, self.rows, self.n_kv if uses_kv else 0, self.outputs if uses_outputs else 0)
+        segment = self._segments.get(key)
+        if segment is None:
+            segment = self._build(name, build)
+        else:
+            self._segments.move_to_end(key)
+        return segment
+
+    def _build(self, name: str, build: Callable[[base.Graph], None]) -> GgmlSegment:
+        graph = GgmlGraph(self)
+        try:
+            build(graph)
+        except BaseException:
+            ggml.ggml_free(graph.ctx)
+            raise
+        if not ggml.ggml_gallocr_alloc_graph(self._allocator, graph.graph):
+            ggml.ggml_free(graph.ctx)
+            raise CapacityError("no memory for the scratch area of a forward: lower --chunk or --ctx")
+        scratch = ggml.ggml_gallocr_get_buffer_size(self._allocator, 0)
+        if scratch > self._scratch_bytes:
+            self._scratch_bytes = scratch
+            self._drop(len(self._segments))
+        self._uses[name] = (graph.uses_kv, graph.uses_outputs)
+        key = (
+            name,
+            self.rows,
+            self.n_kv if graph.uses_kv else 0,
+            self.outputs if graph.uses_outputs else 0,
+        )
+        segment = self._segments[key] = GgmlSegment(graph, self.threads, self._work_buffer)
+        self._drop(len(self._segments) - MAX_SEGMENTS)
+        return segment
+
+    def _work_buffer(self, nbytes: int) -> Memory:
+        if self._work is None or self._work.nbytes < nbytes:
+            self._work = Memory(align(nbytes))
+        return self._work
+
+    def _drop(self, count: int) -> None:
+        for _ in range(count):
+            self._segments.popitem(last=False)[1].free()
+
+    def expert_kernel(self, tower: ExpertTower, shape: ExpertShape) -> GgmlExpertKernel:
+        return GgmlExpertKernel(self, tower, shape)
+
+    def close(self) -> None:
+        self._drop(len(self._segments))
+        for context in self._contexts:
+            ggml.ggml_free(context)
+        self._contexts.clear()
+        if self._allocator:
+            ggml.ggml_gallocr_free(self._allocator)
+            self._allocator = None
+        self._weights.clear()
+        self._kv.clear()
+        self._buffers.clear()
+        self._memory.clear()
+        self._work = None

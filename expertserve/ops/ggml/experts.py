@@ -1,0 +1,127 @@
+"""Routed experts on the CPU: our kernels of kernels.c inside a graph of four custom operators.
+
+The graph is built once; a call fills one structure with addresses and counts and runs it. The kernel reads experts
+where they lie in their slots and writes rows of the buffer `expert_out`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING
+
+from expertserve.errors import KernelUnavailableError, UnsupportedModelError
+from expertserve.experts.batch import SlotBatch
+from expertserve.gguf.spans import ExpertTower
+from expertserve.ops import base
+from expertserve.ops.base import Activation, ExpertShape
+from expertserve.ops.ggml.library import (
+    GRAPH_COMPUTE,
+    ExpertCall,
+    Matrix,
+    column_bytes,
+    function_address,
+    ggml,
+    kernel,
+    matrix,
+    tile_scratch_bytes,
+)
+
+if TYPE_CHECKING:
+    from expertserve.ops.ggml.backend import GgmlBackend
+
+STAGES = tuple(kernel(name) for name in ("expert_input", "expert_gate_up", "expert_activation", "expert_down"))
+GATED = {Activation.SILU: "ggml_vec_swiglu_f32"}
+
+
+class GgmlExpertKernel(base.ExpertKernel):
+    """Experts of one slot layout: weight types and shapes are those of `tower`."""
+
+    def __init__(self, backend: GgmlBackend, tower: ExpertTower, shape: ExpertShape) -> None:
+        parts = dict(zip(tower.roles, tower.slices, strict=True))
+        gate_rows = shape.ffn * (2 if "gate_up" in parts else 1)
+        gate = parts.get("gate_up") or parts["gate"]
+        up = parts.get("gate_up") or parts["up"]
+        down = parts["down"]
+        outer = (gate_rows, shape.hidden)
+        for info, expected in ((gate, outer), (up, outer), (down, (shape.hidden, shape.ffn))):
+            if info.shape[1:] != expected:
+                shape_wanted = [tower.num_experts, *expected]
+                raise UnsupportedModelError(f"{info.name} has shape {list(info.shape)}, expected {shape_wanted}")
+        self._fused_offset = shape.ffn * gate.row_bytes if "gate_up" in parts else None
+        gate_m, up_m = matrix(int(gate.type), shape.hidden), matrix(int(up.type), shape.hidden)
+        down_m = matrix(int(down.type), shape.ffn)
+        rows = backend.buffer_shape("ffn_input")[0]
+        pairs = rows * shape.top_k
+        x = backend.address("ffn_input")
+
+        def converted(m: Matrix) -> int:
+            return backend.shared_scratch("expert_x", m.quantize or 0, rows * m.input_row_bytes) if m.quantize else x
+
+        def columns(m: Matrix) -> int | None:
+            if not m.tile.unpack:
+                return None
+            return backend.shared_scratch("expert_columns", m.column_format, rows * column_bytes(shape.hidden))
+
+        scratch_bytes = tile_scratch_bytes(max(shape.hidden, shape.ffn))
+        self._call = ExpertCall(
+            top_k=shape.top_k,
+            hidden=shape.hidden,
+            ffn=shape.ffn,
+            gate_m=gate_m,
+            up_m=up_m,
+            down_m=down_m,
+            gated=function_address(GATED[shape.activation]),
+            x=x,
+            y=backend.address("expert_out"),
+            x_gate=converted(gate_m),
+            x_up=converted(up_m),
+            gate_columns=columns(gate_m),
+            up_columns=columns(up_m),
+            gate_up=backend.shared_scratch("expert_gate_up", 0, pairs * 2 * shape.ffn * 4),
+            h=backend.shared_scratch("expert_h", 0, pairs * down_m.input_row_bytes),
+            down_columns=backend.shared_scratch("expert_down_columns", 0, pairs * column_bytes(shape.ffn)),
+            scratch=backend.shared_scratch("tiles", 0, backend.threads * scratch_bytes),
+            scratch_bytes=scratch_bytes,
+        )
+        self._build(backend)
+
+    def _build(self, backend: GgmlBackend) -> None:
+        size = 8 * ggml.ggml_tensor_overhead() + ggml.ggml_graph_overhead_custom(8, False)
+        self._ctx = ggml.ggml_init(ggml.ggml_init_params(mem_size=size, mem_buffer=None, no_alloc=True))
+        graph = ggml.ggml_new_graph_custom(self._ctx, 8, False)
+        unused_output = backend.shared_scratch("expert_unused", 0, 64)
+        for stage in STAGES:
+            user = ctypes.addressof(self._call)
+            node = ggml.ggml_custom_4d(self._ctx, ggml.GGML_TYPE_F32, 1, 1, 1, 1, None, 0, stage, -1, user)
+            node.contents.data = unused_output
+            ggml.ggml_build_forward_expand(graph, node)
+        self._graph = graph
+        self._plan = ggml.ggml_graph_plan(graph, backend.threads, None)
+        if self._plan.work_size:
+            self._plan.work_data = ctypes.cast(
+                backend.shared_scratch("expert_work", 0, self._plan.work_size), ctypes.POINTER(ctypes.c_uint8)
+            )
+        self._args = (ctypes.addressof(graph.contents), ctypes.addressof(self._plan))
+
+    def begin(self, rows: int) -> None:
+        self._call.num_rows = rows
+        self._call.input_is_new = 1
+
+    def __call__(self, batch: SlotBatch) -> None:
+        call = self._call
+        if self._fused_offset is None:
+            gate, up, down = batch.slices
+        else:
+            gate, down = batch.slices
+            up = gate + self._fused_offset
+        call.num_groups = gate.size
+        call.num_pairs = batch.pairs.size
+        call.gate = gate.ctypes.data
+        call.up = up.ctypes.data
+        call.down = down.ctypes.data
+        call.group_start = batch.group_start.ctypes.data
+        call.pairs = batch.pairs.ctypes.data
+        status = GRAPH_COMPUTE(*self._args)
+        if status != 0:
+            raise KernelUnavailableError(f"ggml could not compute the experts (status {status})")
+        call.input_is_new = 0

@@ -1,0 +1,269 @@
+"""A segment description recorded as a ggml graph.
+
+Owns the translation of each operator of `ops.base.Graph` into ggml calls, and checks every shape before the call, since
+ggml ends the process where an assertion of its own fails. Allocation and execution belong to the backend.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from expertserve.errors import UnsupportedModelError
+from expertserve.ops import base
+from expertserve.ops.base import Activation, KVLayout, Rope, Tensor
+from expertserve.ops.ggml.library import (
+    MIN_COLUMNS,
+    TILE_ROWS,
+    CombineCall,
+    LinearCall,
+    Matrix,
+    column_bytes,
+    data_slot,
+    ggml,
+    kernel,
+    matrix,
+    tile_scratch_bytes,
+)
+
+if TYPE_CHECKING:
+    from expertserve.ops.ggml.backend import GgmlBackend
+
+GRAPH_TENSORS = 256
+GLU_OPS = {Activation.SILU: ggml.ggml_swiglu_split}
+COMBINE = kernel("combine_experts")
+LINEAR_INPUT = kernel("linear_input")
+LINEAR_PRODUCT = kernel("linear_product")
+
+
+class GgmlTensor(Tensor):
+    """A node of the graph: row-major shape beside ggml's pointer (whose `ne` is the shape reversed)."""
+
+    __slots__ = ("ptr", "viewed")
+
+    def __init__(self, ptr: Any, shape: Sequence[int]) -> None:
+        super().__init__(shape)
+        self.ptr = ptr
+        self.viewed = False
+
+
+def require(condition: bool, what: str) -> None:
+    """Raises UnsupportedModelError where the model's tensors do not fit together."""
+    if not condition:
+        raise UnsupportedModelError(f"{what}; the file's tensors do not match its metadata")
+
+
+class GgmlGraph(base.Graph):
+    """Records operators into `graph`, a ggml graph inside context `ctx` (metadata only, no tensor data)."""
+
+    def __init__(self, backend: GgmlBackend) -> None:
+        self._backend = backend
+        self.rows = backend.rows
+        size = GRAPH_TENSORS * ggml.ggml_tensor_overhead() + ggml.ggml_graph_overhead_custom(GRAPH_TENSORS, False)
+        self.ctx = ggml.ggml_init(ggml.ggml_init_params(mem_size=size, mem_buffer=None, no_alloc=True))
+        self.graph = ggml.ggml_new_graph_custom(self.ctx, GRAPH_TENSORS, False)
+        self.keep: list[Any] = []
+        self.uses_kv = False
+        self.uses_outputs = False
+        self._inputs: dict[str, Any] = {}
+        self._count = 0
+
+    def _new(self, ptr: Any, shape: Sequence[int]) -> GgmlTensor:
+        self._count += 1
+        if self._count > GRAPH_TENSORS // 2:
+            raise UnsupportedModelError(f"a segment of this model has more than {GRAPH_TENSORS // 2} operators")
+        return GgmlTensor(ptr, shape)
+
+    def _input(self, name: str, ggml_type: int, address: int, *ne: int) -> Any:
+        """A leaf over memory of the backend, created once a graph."""
+        if name not in self._inputs:
+            dims = (ctypes.c_int64 * len(ne))(*ne)
+            tensor = ggml.ggml_new_tensor(self.ctx, ggml_type, len(ne), dims)
+            tensor.contents.data = address
+            self._inputs[name] = tensor
+        return self._inputs[name]
+
+    def _rows_input(self, name: str, ggml_type: int) -> Any:
+        return self._input(name, ggml_type, self._backend.address(name), self.rows)
+
+    def _weight(self, name: str, *shape: int) -> Any:
+        tensor = self._backend.weight(name)
+        require(tensor.shape == shape, f"{name} has shape {list(tensor.shape)}, expected {list(shape)}")
+        return tensor.ptr
+
+    def embed(self, weight: str) -> Tensor:
+        table = self._backend.weight(weight)
+        require(len(table.shape) == 2, f"{weight} has shape {list(table.shape)}, expected two axes")
+        ids = self._rows_input("tokens", ggml.GGML_TYPE_I32)
+        return self._new(ggml.ggml_get_rows(self.ctx, table.ptr, ids), (self.rows, table.shape[1]))
+
+    def load(self, buffer: str) -> Tensor:
+        shape = (self.rows, *self._backend.buffer_shape(buffer)[1:])
+        return self._new(
+            self._input(buffer, ggml.GGML_TYPE_F32, self._backend.address(buffer), *reversed(shape)), shape
+        )
+
+    def store(self, buffer: str, x: Tensor) -> None:
+        assert isinstance(x, GgmlTensor)
+        capacity = self._backend.buffer_shape(buffer)
+        assert x.shape[1:] == capacity[1:] and x.shape[0] <= capacity[0], (buffer, x.shape, capacity)
+        node = x.ptr
+        if x.viewed or node.contents.view_src or node.contents.data:
+            out = ggml.ggml_new_tensor(self.ctx, ggml.GGML_TYPE_F32, 4, node.contents.ne)
+            out.contents.data = self._backend.address(buffer)
+            node = ggml.ggml_cpy(self.ctx, node, out)
+        else:
+            node.contents.data = self._backend.address(buffer)
+        ggml.ggml_build_forward_expand(self.graph, node)
+
+    def linear(self, x: Tensor, weight: str, bias: str | None = None) -> Tensor:
+        assert isinstance(x, GgmlTensor)
+        w = self._backend.weight(weight)
+        require(
+            len(w.shape) <= 2 and w.shape[-1] == x.shape[-1],
+            f"{weight} has shape {list(w.shape)}, expected [*, {x.shape[-1]}]",
+        )
+        n_out = w.shape[0] if len(w.shape) == 2 else 1
+        m = matrix(w.ptr.contents.type, x.shape[-1])
+        if m.tile.unpack and len(x.shape) == 2 and x.shape[0] >= MIN_COLUMNS and n_out % TILE_ROWS == 0:
+            out = self._tiled_product(m, w, x, n_out)
+        else:
+            out = ggml.ggml_mul_mat(self.ctx, w.ptr, x.ptr)
+        if bias is not None:
+            out = ggml.ggml_add(self.ctx, out, self._weight(bias, n_out))
+        return self._new(out, (*x.shape[:-1], n_out))
+
+    def _tiled_product(self, m: Matrix, w: GgmlTensor, x: GgmlTensor, n_out: int) -> Any:
+        """A product with many rows by our tiled kernel: one operator converts the rows, one multiplies."""
+        rows, n = x.shape
+        threads, scratch_bytes = self._backend.threads, tile_scratch_bytes(n)
+        call = LinearCall(
+            m=m,
+            weights=w.ptr.contents.data,
+            x=data_slot(x.ptr),
+            scratch=self._backend.shared_scratch("tiles", 0, threads * scratch_bytes),
+            scratch_bytes=scratch_bytes,
+            n=n,
+            rows=rows,
+            num_outputs=n_out,
+        )
+        self.keep.append(call)
+        user, nbytes = ctypes.addressof(call), rows * column_bytes(n) + threads * m.input_row_bytes
+        columns = self._custom(LINEAR_INPUT, user, x.ptr, ggml.GGML_TYPE_I8, nbytes, 1)
+        out = self._custom(LINEAR_PRODUCT, user, columns, ggml.GGML_TYPE_F32, n_out, rows)
+        call.columns, call.out = data_slot(columns), data_slot(out)
+        return out
+
+    def _custom(self, function: Any, user: int, source: Any, ggml_type: int, ne0: int, ne1: int) -> Any:
+        sources = (ctypes.POINTER(ggml.ggml_tensor) * 1)(source)
+        return ggml.ggml_custom_4d(self.ctx, ggml_type, ne0, ne1, 1, 1, sources, 1, function, -1, user)
+
+    def rms_norm(self, x: Tensor, weight: str | None, eps: float) -> Tensor:
+        assert isinstance(x, GgmlTensor)
+        out = ggml.ggml_rms_norm(self.ctx, x.ptr, eps)
+        if weight is not None:
+            out = ggml.ggml_mul(self.ctx, out, self._weight(weight, x.shape[-1]))
+        return self._new(out, x.shape)
+
+    def add(self, a: Tensor, b: Tensor) -> Tensor:
+        assert isinstance(a, GgmlTensor) and isinstance(b, GgmlTensor) and a.shape == b.shape
+        return self._new(ggml.ggml_add(self.ctx, a.ptr, b.ptr), a.shape)
+
+    def mul(self, a: Tensor, b: Tensor) -> Tensor:
+        assert isinstance(a, GgmlTensor) and isinstance(b, GgmlTensor)
+        assert b.shape in (a.shape, (*a.shape[:-1], 1)), (a.shape, b.shape)
+        return self._new(ggml.ggml_mul(self.ctx, a.ptr, b.ptr), a.shape)
+
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        assert isinstance(x, GgmlTensor)
+        return self._new(ggml.ggml_scale(self.ctx, x.ptr, factor), x.shape)
+
+    def sigmoid(self, x: Tensor) -> Tensor:
+        assert isinstance(x, GgmlTensor)
+        return self._new(ggml.ggml_sigmoid(self.ctx, x.ptr), x.shape)
+
+    def gated(self, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+        assert isinstance(gate, GgmlTensor) and isinstance(up, GgmlTensor) and gate.shape == up.shape
+        return self._new(GLU_OPS[activation](self.ctx, gate.ptr, up.ptr), gate.shape)
+
+    def reshape(self, x: Tensor, shape: Sequence[int]) -> Tensor:
+        assert isinstance(x, GgmlTensor)
+        ne = [*reversed(shape), 1, 1, 1][:4]
+        x.viewed = True
+        return self._new(ggml.ggml_reshape_4d(self.ctx, x.ptr, *ne), shape)
+
+    def rope(self, x: Tensor, rope: Rope) -> Tensor:
+        assert isinstance(x, GgmlTensor) and len(x.shape) == 3
+        require(
+            0 < rope.dims <= x.shape[-1] and rope.dims % 2 == 0,
+            f"rope dimension count {rope.dims} does not fit heads of {x.shape[-1]}",
+        )
+        factors = None if rope.freq_factors is None else self._weight(rope.freq_factors, rope.dims // 2)
+        out = ggml.ggml_rope_ext(
+            self.ctx,
+            x.ptr,
+            self._rows_input("positions", ggml.GGML_TYPE_I32),
+            factors,
+            rope.dims,
+            rope.style.value,
+            rope.original_context,
+            rope.freq_base,
+            rope.freq_scale,
+            rope.ext_factor,
+            rope.attn_factor,
+            rope.beta_fast,
+            rope.beta_slow,
+        )
+        return self._new(out, x.shape)
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, kv: KVLayout, scale: float) -> Tensor:
+        assert isinstance(q, GgmlTensor) and isinstance(k, GgmlTensor) and isinstance(v, GgmlTensor)
+        heads = q.shape[1]
+        require(q.shape[2] == kv.k_dim, f"query heads of {q.shape[2]} elements meet keys of {kv.k_dim}")
+        require(heads % kv.num_heads == 0, f"{heads} query heads do not divide among {kv.num_heads} KV heads")
+        self.uses_kv = True
+        c, n_kv = self.ctx, self._backend.n_kv
+        cells = self._rows_input("cells", ggml.GGML_TYPE_I64)
+        mask = self._input("mask", ggml.GGML_TYPE_F16, self._backend.address("mask"), n_kv, self.rows)
+        views = []
+        for x, cache, dim in zip((k, v), self._backend.kv(kv.layer), (kv.k_dim, kv.v_dim), strict=True):
+            row = ggml.ggml_reshape_2d(c, x.ptr, kv.num_heads * dim, self.rows)
+            ggml.ggml_build_forward_expand(self.graph, ggml.ggml_set_rows(c, cache, row, cells))
+            nb = cache.contents.nb
+            head = ggml.ggml_row_size(cache.contents.type, dim)
+            views.append(ggml.ggml_view_3d(c, cache, dim, n_kv, kv.num_heads, nb[1], head, 0))
+        queries = ggml.ggml_permute(c, q.ptr, 0, 2, 1, 3)  # [heads, rows, k_dim]
+        if self._backend.flash_attention:
+            out = ggml.ggml_flash_attn_ext(c, queries, *views, mask, scale, 0.0, 0.0)
+            ggml.ggml_flash_attn_ext_set_prec(out, ggml.GGML_PREC_F32)
+            out = ggml.ggml_reshape_2d(c, out, heads * kv.v_dim, self.rows)
+        else:
+            scores = ggml.ggml_mul_mat(c, views[0], queries)
+            ggml.ggml_mul_mat_set_prec(scores, ggml.GGML_PREC_F32)
+            probs = ggml.ggml_soft_max_ext(c, scores, mask, scale, 0.0)
+            values = ggml.ggml_cont(c, ggml.ggml_transpose(c, views[1]))
+            out = ggml.ggml_permute(c, ggml.ggml_mul_mat(c, values, probs), 0, 2, 1, 3)
+            out = ggml.ggml_cont_2d(c, out, heads * kv.v_dim, self.rows)
+        return self._new(out, (self.rows, heads * kv.v_dim))
+
+    def combine_experts(self, hidden: int, top_k: int) -> Tensor:
+        call = CombineCall(
+            y=self._backend.address("expert_out"),
+            weights=self._backend.address("expert_weights"),
+            rows=self.rows,
+            top_k=top_k,
+            hidden=hidden,
+        )
+        self.keep.append(call)
+        user = ctypes.addressof(call)
+        out = ggml.ggml_custom_4d(self.ctx, ggml.GGML_TYPE_F32, hidden, self.rows, 1, 1, None, 0, COMBINE, -1, user)
+        call.out = data_slot(out)
+        return self._new(out, (self.rows, hidden))
+
+    def select_outputs(self, x: Tensor) -> Tensor:
+        assert isinstance(x, GgmlTensor)
+        self.uses_outputs = True
+        n = self._backend.outputs
+        rows = self._input("outputs", ggml.GGML_TYPE_I32, self._backend.address("outputs"), n)
+        return self._new(ggml.ggml_get_rows(self.ctx, x.ptr, rows), (n, x.shape[1]))

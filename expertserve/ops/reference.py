@@ -1,0 +1,274 @@
+"""The operators in plain NumPy: slow, float32 throughout, and the oracle for every other backend.
+
+Weights are dequantised once; a graph executes each operator at once instead of recording it. It is chosen only by name
+(`--device reference`) and never as a fallback.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import gguf
+import numpy as np
+from numpy.typing import NDArray
+
+from expertserve.errors import UnsupportedModelError
+from expertserve.experts.batch import SlotBatch
+from expertserve.gguf.file import TensorInfo
+from expertserve.gguf.spans import ExpertTower
+from expertserve.ops import base
+from expertserve.ops.base import Activation, ExpertShape, KVLayout, KVType, ReadTensor, Rope, RopeStyle, Tensor
+
+Array = NDArray[np.float32]
+
+
+class NumpyTensor(Tensor):
+    """A computed value."""
+
+    __slots__ = ("a",)
+
+    def __init__(self, a: NDArray[Any]) -> None:
+        super().__init__(a.shape)
+        self.a: Array = a.astype(np.float32, copy=False)
+
+
+def dequantise(raw: NDArray[np.uint8], info: TensorInfo, shape: Sequence[int]) -> Array:
+    """Float32 values of raw tensor bytes."""
+    rows = raw.reshape(-1, info.row_bytes)
+    return np.asarray(gguf.quants.dequantize(rows, info.type), np.float32).reshape(shape)
+
+
+def sigmoid(x: Array) -> Array:
+    """Logistic function without overflow."""
+    e = np.exp(-np.abs(x))
+    return np.where(x >= 0, 1 / (1 + e), e / (1 + e)).astype(np.float32)
+
+
+def activate(gate: Array, activation: Activation) -> Array:
+    """The activation of a gated feed-forward."""
+    assert activation is Activation.SILU
+    return gate * sigmoid(gate)
+
+
+def rope_angles(rope: Rope, positions: NDArray[np.int32], factors: Array | None) -> tuple[Array, float]:
+    """Rotation angles [rows, dims / 2] and the magnitude of the rotated vectors."""
+    half = rope.dims // 2
+    i = np.arange(half)
+    base_angle = positions[:, None] * rope.freq_base ** (-2.0 * i / rope.dims)[None, :]
+    if factors is not None:
+        base_angle = base_angle / factors
+    angle = rope.freq_scale * base_angle
+    magnitude = rope.attn_factor
+    if rope.ext_factor:
+
+        def boundary(rotations: float) -> float:
+            wavelengths = rope.original_context / (rotations * 2 * np.pi)
+            return float(rope.dims * np.log(wavelengths) / (2 * np.log(rope.freq_base)))
+
+        low = max(0.0, np.floor(boundary(rope.beta_fast)))
+        high = min(rope.dims - 1.0, np.ceil(boundary(rope.beta_slow)))
+        ramp = 1 - np.clip((i - low) / max(0.001, high - low), 0, 1)
+        mix = ramp * rope.ext_factor
+        angle = angle * (1 - mix) + base_angle * mix
+        magnitude *= 1 + 0.1 * np.log(1 / rope.freq_scale)
+    return angle.astype(np.float32), magnitude
+
+
+class NumpyGraph(base.Graph):
+    """Executes operators on the backend's current batch."""
+
+    def __init__(self, backend: ReferenceBackend) -> None:
+        self._b = backend
+        self.rows = backend.rows
+
+    def _rows(self, buffer: str) -> NDArray[Any]:
+        return self._b.host(buffer)[: self.rows]
+
+    def embed(self, weight: str) -> Tensor:
+        return NumpyTensor(self._b.weight(weight)[self._rows("tokens")])
+
+    def load(self, buffer: str) -> Tensor:
+        return NumpyTensor(self._rows(buffer).copy())
+
+    def store(self, buffer: str, x: Tensor) -> None:
+        self._b.host(buffer)[: x.shape[0]] = _a(x)
+
+    def linear(self, x: Tensor, weight: str, bias: str | None = None) -> Tensor:
+        w = self._b.weight(weight)
+        if w.ndim > 2 or w.shape[-1] != x.shape[-1]:
+            raise UnsupportedModelError(f"{weight} has shape {list(w.shape)}, expected [*, {x.shape[-1]}]")
+        out = _a(x) @ np.atleast_2d(w).T
+        return NumpyTensor(out if bias is None else out + self._b.weight(bias))
+
+    def rms_norm(self, x: Tensor, weight: str | None, eps: float) -> Tensor:
+        a = _a(x)
+        out = a / np.sqrt(np.mean(a * a, axis=-1, keepdims=True) + eps)
+        return NumpyTensor(out if weight is None else out * self._b.weight(weight))
+
+    def add(self, a: Tensor, b: Tensor) -> Tensor:
+        return NumpyTensor(_a(a) + _a(b))
+
+    def mul(self, a: Tensor, b: Tensor) -> Tensor:
+        return NumpyTensor(_a(a) * _a(b))
+
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        return NumpyTensor(_a(x) * np.float32(factor))
+
+    def sigmoid(self, x: Tensor) -> Tensor:
+        return NumpyTensor(sigmoid(_a(x)))
+
+    def gated(self, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+        return NumpyTensor(activate(_a(gate), activation) * _a(up))
+
+    def reshape(self, x: Tensor, shape: Sequence[int]) -> Tensor:
+        return NumpyTensor(_a(x).reshape(shape))
+
+    def rope(self, x: Tensor, rope: Rope) -> Tensor:
+        factors = None if rope.freq_factors is None else self._b.weight(rope.freq_factors)
+        angle, magnitude = rope_angles(rope, self._rows("positions"), factors)
+        cos, sin = np.cos(angle)[:, None, :] * magnitude, np.sin(angle)[:, None, :] * magnitude
+        out = _a(x).copy()
+        half = rope.dims // 2
+        if rope.style is RopeStyle.NEOX:
+            first, second = slice(0, half), slice(half, rope.dims)
+        else:
+            first, second = slice(0, rope.dims, 2), slice(1, rope.dims, 2)
+        a, b = out[..., first].copy(), out[..., second].copy()
+        out[..., first] = a * cos - b * sin
+        out[..., second] = a * sin + b * cos
+        return NumpyTensor(out)
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, kv: KVLayout, scale: float) -> Tensor:
+        keys, values = self._b.kv(kv.layer)
+        cells = self._rows("cells")
+        keys[cells], values[cells] = _a(k), _a(v)
+        n_kv = self._b.mask.shape[1]
+        repeat = q.shape[1] // kv.num_heads
+        ks = keys[:n_kv].astype(np.float32).repeat(repeat, axis=1)
+        vs = values[:n_kv].astype(np.float32).repeat(repeat, axis=1)
+        scores = np.einsum("qhd,khd->hqk", _a(q), ks) * np.float32(scale) + self._b.mask.astype(np.float32)
+        scores = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        probs = scores / scores.sum(axis=-1, keepdims=True)
+        return NumpyTensor(np.einsum("hqk,khd->qhd", probs, vs).reshape(self.rows, -1))
+
+    def combine_experts(self, hidden: int, top_k: int) -> Tensor:
+        y = self._b.host("expert_out")[: self.rows * top_k].reshape(self.rows, top_k, hidden)
+        weights = self._rows("expert_weights")
+        out = np.zeros((self.rows, hidden), np.float32)
+        for j in range(top_k):
+            out += weights[:, j, None] * y[:, j]
+        return NumpyTensor(out)
+
+    def select_outputs(self, x: Tensor) -> Tensor:
+        return NumpyTensor(_a(x)[self._b.host("outputs")[: self._b.outputs]])
+
+
+def _a(x: Tensor) -> Array:
+    assert isinstance(x, NumpyTensor)
+    return x.a
+
+
+class NumpySegment(base.Segment):
+    """Runs its description on a fresh graph each time."""
+
+    def __init__(self, backend: ReferenceBackend, build: Callable[[base.Graph], None]) -> None:
+        self._backend, self._build = backend, build
+
+    def run(self) -> None:
+        self._build(NumpyGraph(self._backend))
+
+
+class NumpyExpertKernel(base.ExpertKernel):
+    """Dequantises the experts it is given, one group at a time."""
+
+    def __init__(self, backend: ReferenceBackend, tower: ExpertTower, shape: ExpertShape) -> None:
+        self._b, self._tower, self._shape = backend, tower, shape
+
+    def begin(self, rows: int) -> None:
+        pass
+
+    def __call__(self, batch: SlotBatch) -> None:
+        x, out = self._b.host("ffn_input"), self._b.host("expert_out")
+        for group in range(batch.group_start.size - 1):
+            parts = {
+                role: self._matrix(info, int(batch.slices[i][group]))
+                for i, (role, info) in enumerate(zip(self._tower.roles, self._tower.slices, strict=True))
+            }
+            if "gate_up" in parts:
+                parts["gate"], parts["up"] = np.split(parts["gate_up"], 2)
+            pairs = batch.pairs[batch.group_start[group] : batch.group_start[group + 1]]
+            rows = x[pairs // self._shape.top_k]
+            h = activate(rows @ parts["gate"].T, self._shape.activation) * (rows @ parts["up"].T)
+            out[pairs] = h @ parts["down"].T
+
+    def _matrix(self, info: TensorInfo, address: int) -> Array:
+        nbytes = info.nbytes // info.shape[0]
+        raw = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
+        return dequantise(raw, info, info.shape[1:])
+
+
+class ReferenceBackend(base.Backend):
+    """NumPy on the host."""
+
+    name = "reference"
+
+    def __init__(self) -> None:
+        self.rows = self.outputs = 0
+        self.mask: NDArray[np.float16] = np.zeros((0, 0), np.float16)
+        self._weights: dict[str, Array] = {}
+        self._buffers: dict[str, NDArray[Any]] = {}
+        self._kv: dict[int, tuple[NDArray[Any], NDArray[Any]]] = {}
+
+    def check(self, infos: Iterable[TensorInfo], towers: Iterable[ExpertTower]) -> None:
+        for info in (*infos, *(part for tower in towers for part in tower.slices)):
+            if info.type not in gguf.quants._type_traits and info.type.name not in ("F32", "F16"):
+                raise UnsupportedModelError(f"{info.name}: tensor type {info.type.name} cannot be dequantised")
+
+    def load_weights(self, infos: Sequence[TensorInfo], read: ReadTensor, progress: Callable[[int], None]) -> None:
+        for info in infos:
+            raw = np.empty(info.nbytes, np.uint8)
+            read(info.name, raw.data)
+            self._weights[info.name] = dequantise(raw, info, info.shape)
+            progress(info.nbytes)
+
+    def allocate_kv(self, layouts: Sequence[KVLayout], cells: int, kv_type: KVType) -> int:
+        if kv_type is KVType.Q8_0:
+            raise UnsupportedModelError("the reference device has no q8_0 KV cache: use --kv-type f16 or f32")
+        for kv in layouts:
+            k = np.zeros((cells, kv.num_heads, kv.k_dim), kv_type.value.replace("f", "float"))
+            v = np.zeros((cells, kv.num_heads, kv.v_dim), k.dtype)
+            self._kv[kv.layer] = k, v
+        return sum(k.nbytes + v.nbytes for k, v in self._kv.values())
+
+    def allocate_buffer(self, name: str, shape: Sequence[int], dtype: Any) -> None:
+        self._buffers[name] = np.zeros(shape, dtype)
+
+    def weight(self, name: str) -> Array:
+        """The dequantised weight `name`."""
+        try:
+            return self._weights[name]
+        except KeyError:
+            raise UnsupportedModelError(f"the file has no tensor {name}, which its architecture needs") from None
+
+    def kv(self, layer: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        """K and V of a layer, [cells, heads, dim]."""
+        return self._kv[layer]
+
+    def host(self, name: str) -> NDArray[Any]:
+        return self._buffers[name]
+
+    def begin_batch(self, rows: int, mask: NDArray[np.float16], outputs: int) -> None:
+        self.rows, self.mask, self.outputs = rows, mask, outputs
+
+    def compile(self, name: str, build: Callable[[base.Graph], None]) -> NumpySegment:
+        return NumpySegment(self, build)
+
+    def expert_kernel(self, tower: ExpertTower, shape: ExpertShape) -> NumpyExpertKernel:
+        return NumpyExpertKernel(self, tower, shape)
+
+    def close(self) -> None:
+        self._weights.clear()
+        self._kv.clear()
+        self._buffers.clear()
