@@ -1,0 +1,22 @@
+"""Names the concrete slot stores; nothing else in the package does.
+
+Owns the choice of store by device. Invariant: what comes back honours `ExpertSlotStore`, or the device is refused by
+name.
+"""
+
+from __future__ import annotations
+
+from expertserve.errors import KernelUnavailableError
+from expertserve.experts.store import ExpertSlotStore, HostExpertSlotStore
+
+
+def make_slot_store(device: str, slot_count: int, slot_bytes: int, *, huge_pages: bool = True) -> ExpertSlotStore:
+    """Makes the slot store of a device.
+
+    Raises:
+        KernelUnavailableError: there is no slot store for that device.
+        CapacityError: the memory was refused.
+    """
+    if device == "cpu":
+        return HostExpertSlotStore(slot_count, slot_bytes, huge_pages=huge_pages)
+    raise KernelUnavailableError(f"no expert slot store for device {device!r}: use --device cpu")

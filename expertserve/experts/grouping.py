@@ -1,0 +1,46 @@
+"""Groups the (token, expert) pairs of a layer by expert.
+
+Owns the order of pairs: distinct experts ascending, pairs of one expert in the order of the batch. Invariant: every
+pair of the batch is in exactly one group, and a subset of groups has exactly their pairs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class Grouping:
+    """Attributes:
+    experts: distinct experts, ascending.
+    group_start: [groups + 1] offsets into `pairs`.
+    pairs: flat pair indices, token * k + j, by group.
+    """
+
+    experts: NDArray[np.int64]
+    group_start: NDArray[np.int32]
+    pairs: NDArray[np.int32]
+
+    def subset(self, groups: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """`group_start` and `pairs` of ascending `groups` alone."""
+        if len(groups) == len(self.experts):
+            return self.group_start, self.pairs
+        counts = np.diff(self.group_start)
+        kept = np.zeros(len(counts), np.bool_)
+        kept[groups] = True
+        start = np.zeros(len(groups) + 1, np.int32)
+        np.cumsum(counts[groups], out=start[1:])
+        return start, self.pairs[np.repeat(kept, counts)]
+
+
+def group_pairs(ids: NDArray[np.int32]) -> Grouping:
+    """Groups `ids` [tokens, k] by expert."""
+    flat = ids.ravel()
+    order = np.argsort(flat.astype(np.uint16), kind="stable")  # 16-bit keys: a radix sort
+    ordered = flat[order]
+    first = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1])))
+    start = np.append(first, len(flat)).astype(np.int32)
+    return Grouping(ordered[first].astype(np.int64), start, order.astype(np.int32))
