@@ -20,6 +20,7 @@ Logits = NDArray[np.float32]
 Ids = NDArray[np.int64]
 
 GREEDY_BELOW = 1e-5  # a temperature this small cannot be told from greedy, and dividing by it overflows
+NUCLEUS_FIRST = 128
 NUCLEUS_BINS = 2048
 NUCLEUS_DEPTH = 20.0  # logits further below the peak share the last bin
 NUCLEUS_PART = 16384
@@ -122,26 +123,36 @@ def _at_least_kth_block_maximum(row: Logits, k: int) -> Ids | None:
 
 
 def _nucleus(row: Logits, peak: float, top_p: float) -> Ids:
-    """The fewest likeliest tokens that reach top_p, in no particular order.
+    """The fewest likeliest tokens that reach top_p, in no particular order; mostly a few suffice."""
+    weights = _weights(row, peak)
+    target = top_p * float(weights.sum(dtype=np.float64))
+    ids = largest(row, min(NUCLEUS_FIRST, len(row)))
+    cumulative = np.cumsum(weights[ids], dtype=np.float64)
+    if cumulative[-1] < target and len(ids) < len(row):
+        return _wide_nucleus(row, peak, weights, target)
+    return ids[: _reach(cumulative, target)]
 
-    A histogram of the probability mass by distance from the peak finds the bin where top_p is reached; only that bin
-    is sorted. So a flat distribution costs no more than a peaked one. Parts of the row are taken so that the
-    temporaries stay in the processor's cache.
+
+def _wide_nucleus(row: Logits, peak: float, weights: Logits, target: float) -> Ids:
+    """The same for a flat distribution, whose nucleus would be slow to sort.
+
+    A histogram of the weight by distance from the peak finds the bin where the target is reached; only that bin is
+    sorted. Parts of the row are taken, so that the temporaries stay in the processor's cache.
     """
     bins = np.empty(len(row), np.int16)
     mass = np.zeros(NUCLEUS_BINS)
     for start in range(0, len(row), NUCLEUS_PART):
-        below = np.float32(peak) - row[start : start + NUCLEUS_PART]
-        part = np.minimum(below * np.float32(NUCLEUS_BINS / NUCLEUS_DEPTH), NUCLEUS_BINS - 1).astype(np.intp)
-        bins[start : start + NUCLEUS_PART] = part
-        mass += np.bincount(part, np.exp(-below), NUCLEUS_BINS)
+        part = slice(start, start + NUCLEUS_PART)
+        below = (np.float32(peak) - row[part]) * np.float32(NUCLEUS_BINS / NUCLEUS_DEPTH)
+        places = np.minimum(below, NUCLEUS_BINS - 1).astype(np.intp)
+        bins[part] = places
+        mass += np.bincount(places, weights[part], NUCLEUS_BINS)
     cumulative = np.cumsum(mass)
-    target = top_p * float(cumulative[-1])
     crossing = _reach(cumulative, target) - 1
     members = np.flatnonzero(bins == crossing)
     members = members[np.argsort(-row[members], kind="stable")]
     before = float(cumulative[crossing - 1]) if crossing else 0.0
-    kept = _reach(before + np.cumsum(_weights(row[members], peak), dtype=np.float64), target)
+    kept = _reach(before + np.cumsum(weights[members], dtype=np.float64), target)
     return np.concatenate((np.flatnonzero(bins < crossing), members[:kept]))
 
 
@@ -159,8 +170,8 @@ def _draw(weights: Logits, uniform: float) -> int:
     """The index where the cumulative weight passes `uniform` of the total; sums blocks first, then within one."""
     starts = np.arange(0, len(weights), DRAW_BLOCK)
     sums = np.cumsum(np.add.reduceat(weights, starts), dtype=np.float64)
-    target = uniform * float(sums[-1])
-    block = min(int(np.searchsorted(sums, target, side="right")), len(sums) - 1)
+    target = min(uniform * float(sums[-1]), math.nextafter(float(sums[-1]), 0.0))
+    block = int(np.searchsorted(sums, target, side="right"))
     inside = np.cumsum(weights[starts[block] : starts[block] + DRAW_BLOCK], dtype=np.float64)
     target -= float(sums[block - 1]) if block else 0.0
     index = int(np.searchsorted(inside, target, side="right"))

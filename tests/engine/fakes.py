@@ -9,6 +9,7 @@ computes the same function from a list of tokens alone, without cells, masks or 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -93,11 +94,20 @@ class HashForward:
         assert 0 <= batch.decode_rows <= rows
 
 
+@dataclass(frozen=True)
+class Expected:
+    """What a request must get when nothing disturbs it."""
+
+    tokens: list[int]
+    text: str
+    reason: str
+
+
 class Oracle:
     """The same model as a pure function of a token list, with the plain loop around it."""
 
-    def __init__(self, vocab_size: int = 97) -> None:
-        self.vocab_size = vocab_size
+    def __init__(self, tokenizer: PieceTokenizer, context: int, vocab_size: int = 97) -> None:
+        self.tokenizer, self.context, self.vocab_size = tokenizer, context, vocab_size
 
     def logits(self, tokens: Sequence[int]) -> NDArray[np.float32]:
         """Logits after every token, [len(tokens), vocab]."""
@@ -105,16 +115,19 @@ class Oracle:
         second = mix(np.cumsum(first, dtype=np.uint64))
         return logits_of(mix(np.cumsum(second, dtype=np.uint64)), self.vocab_size)
 
-    def generate(self, prompt: Sequence[int], params: SamplingParams, eog: frozenset[int], context: int) -> list[int]:
-        """The tokens a request must get (without stop strings)."""
-        tokens, new, sampler = list(prompt), list[int](), Sampler(params)
-        while len(tokens) < context and (params.max_tokens is None or len(new) < params.max_tokens):
+    def expect(self, prompt: Sequence[int], params: SamplingParams) -> Expected:
+        tokens, new, sampler, stream, text = list(prompt), list[int](), Sampler(params), self.tokenizer.stream(), ""
+        while len(tokens) < self.context and (params.max_tokens is None or len(new) < params.max_tokens):
             token = sampler.sample(self.logits(tokens)[-1], np.array(tokens, np.int32))
             tokens.append(token)
             new.append(token)
-            if token in eog and not params.ignore_eos:
-                break
-        return new
+            if token in self.tokenizer.eog_ids and not params.ignore_eos:
+                return Expected(new, text + stream.flush(), "stop")
+            text += stream.push(token)
+            found = [at for stop in params.stop if (at := text.find(stop)) >= 0]
+            if found:
+                return Expected(new, text[: min(found)], "stop")
+        return Expected(new, text + stream.flush(), "length")
 
 
 class PieceStream:
@@ -153,11 +166,6 @@ class PieceTokenizer:
 
     def stream(self) -> PieceStream:
         return PieceStream(self.pieces)
-
-    def text(self, tokens: Sequence[int]) -> str:
-        """The text of tokens that came one by one."""
-        stream = self.stream()
-        return "".join(stream.push(token) for token in tokens) + stream.flush()
 
 
 class Client:
@@ -199,6 +207,13 @@ class Client:
                 assert event.usage.prompt_tokens == len(self.request.prompt)
             case ErrorEvent():
                 self.error = event
+
+
+def assert_got(client: Client, expected: Expected) -> None:
+    """The client got exactly what the oracle says."""
+    assert client.finish is not None, client.error
+    got = Expected(client.tokens, client.text, client.finish.reason)
+    assert got == expected, f"{client.request.id}: {got} instead of {expected}"
 
 
 def run_to_end(engine: Engine, *, check: bool = True) -> None:
