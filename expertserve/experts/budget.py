@@ -1,32 +1,22 @@
 """The expert budget: how many slots of each size class a setting and a machine allow.
 
-Owns size classes, the parsing of `--expert-cache` and the division of a budget; allocates nothing and reads no
-weight, so that it refuses before any is read. Invariant: a plan has at least one layer's top-k slots in every class
-and never more slots than experts.
+Owns size classes and the division of a budget among them; allocates nothing and reads no weight, so that it refuses
+before any is read. Invariant: a plan has at least one layer's top-k slots in every class and never more slots than
+experts.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from expertserve.errors import CapacityError, ConfigError
+from expertserve.errors import CapacityError
 from expertserve.experts.layout import SlotLayout
 from expertserve.gguf.spans import ExpertTower
+from expertserve.values import ExpertBudget
 
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-_BINARY_UNITS = {"ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
+MIB = 1 << 20
 _SETTING = "--expert-cache"
-
-
-@dataclass(frozen=True, slots=True)
-class Budget:
-    """What the user asked for; exactly one field is set, none for auto."""
-
-    nbytes: int | None = None
-    slots: int | None = None
-    fraction: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +30,10 @@ class SizeClass:
     def num_experts(self) -> int:
         return sum(tower.num_experts for tower in self.towers)
 
+    @property
+    def all_bytes(self) -> int:
+        return self.num_experts * self.layout.slot_bytes
+
 
 @dataclass(frozen=True, slots=True)
 class SlotPlan:
@@ -48,7 +42,7 @@ class SlotPlan:
     Attributes:
         classes: the size classes.
         slots: slots of each.
-        reason: one sentence for the user.
+        reason: one phrase for the user.
     """
 
     classes: tuple[SizeClass, ...]
@@ -68,27 +62,6 @@ class SlotPlan:
         return all(n == c.num_experts for c, n in zip(self.classes, self.slots, strict=True))
 
 
-def parse_budget(text: str) -> Budget:
-    """Reads '8GiB', '4000' (slots), '40%' (of all experts) or 'auto'."""
-    compact = text.strip().lower().replace(" ", "")
-    if compact == "auto":
-        return Budget()
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)(%|[kmgt]?i?b?)", compact)
-    if match is None:
-        raise ConfigError(f"{_SETTING} {text!r} is none of a size (8GiB), slots (4000), a share (40%) or auto")
-    number, unit = float(match[1]), match[2]
-    if unit == "%":
-        if not 0 < number <= 100:
-            raise ConfigError(f"{_SETTING} {text!r} must be above 0% and at most 100%")
-        return Budget(fraction=number / 100)
-    if unit == "":
-        if not number.is_integer() or number < 1:
-            raise ConfigError(f"{_SETTING} {text!r} must be a whole number of slots, or a size with its unit")
-        return Budget(slots=int(number))
-    prefix = unit.removesuffix("b")
-    return Budget(nbytes=int(number * (_BINARY_UNITS[prefix] if prefix in _BINARY_UNITS else _UNITS[prefix])))
-
-
 def size_classes(towers: Mapping[int, ExpertTower], align: int) -> tuple[SizeClass, ...]:
     """Groups layers by the sizes of their slices, in layer order; `align` is what the reader needs."""
     members: dict[tuple[int, ...], list[ExpertTower]] = {}
@@ -98,57 +71,66 @@ def size_classes(towers: Mapping[int, ExpertTower], align: int) -> tuple[SizeCla
     return tuple(SizeClass(tuple(group), SlotLayout.plan(sizes, align)) for sizes, group in members.items())
 
 
+def least_slots(classes: Sequence[SizeClass], top_k: int) -> tuple[int, ...]:
+    """Slots each class needs at the least: one token's experts of its widest layer."""
+    return tuple(min(top_k, max(tower.num_experts for tower in c.towers)) for c in classes)
+
+
 def plan_slots(
-    classes: Sequence[SizeClass], budget: Budget, top_k: int, *, available_bytes: int | None = None
+    classes: Sequence[SizeClass], budget: ExpertBudget, top_k: int, *, available_bytes: int | None = None
 ) -> SlotPlan:
     """Divides a budget among the classes by the number of their experts.
 
     Args:
         classes: of `size_classes`.
-        budget: what the user asked for.
+        budget: what the user asked for; auto takes what is available.
         top_k: experts a token uses in a layer.
-        available_bytes: memory left for slots; None where the caller vouches for the budget. Needed by auto.
+        available_bytes: memory left for slots; None where the caller vouches for the budget.
 
     Raises:
         CapacityError: fewer slots than one layer's top-k, or more bytes than there are.
     """
-    total = sum(c.num_experts for c in classes)
-    all_bytes = sum(c.num_experts * c.layout.slot_bytes for c in classes)
-    if budget.slots is not None:
-        share = min(1.0, budget.slots / total)
-        asked = f"{budget.slots} slots"
-    elif budget.fraction is not None:
-        share, asked = budget.fraction, f"{budget.fraction:.0%} of the experts"
-    else:
-        nbytes = budget.nbytes if budget.nbytes is not None else max(0, available_bytes or 0)
-        share = min(1.0, nbytes / all_bytes)
-        asked = f"{nbytes} bytes" + ("" if budget.nbytes is not None else " of free memory (auto)")
-    least = [min(top_k, max(t.num_experts for t in c.towers)) for c in classes]
+    total, all_bytes = sum(c.num_experts for c in classes), sum(c.all_bytes for c in classes)
+    share, asked = _share(budget, total, all_bytes, available_bytes)
+    least = least_slots(classes, top_k)
     slots = _divide(classes, share, least, all_bytes)
     if slots is None:
         need = sum(n * c.layout.slot_bytes for n, c in zip(least, classes, strict=True))
         raise CapacityError(
-            f"{asked} are too few expert slots: one layer's top-{top_k} experts need {sum(least)} slots, {need} bytes; "
-            f"give {_SETTING} {-(-need // (1 << 20))}MiB or more"
+            f"{asked} is too little room for experts: a layer's top-{top_k} needs {sum(least)} slots, {need} bytes; "
+            f"give {_SETTING} {-(-need // MIB)}MiB or more"
         )
     plan = SlotPlan(tuple(classes), slots, f"{sum(slots)} of {total} experts in slots, from {asked}")
     if available_bytes is not None and plan.arena_bytes > available_bytes:
+        left = max(0, available_bytes)
         raise CapacityError(
-            f"{plan.arena_bytes} bytes of expert slots do not fit the {max(0, available_bytes)} bytes of memory left; "
-            f"give {_SETTING} {max(0, available_bytes) // (1 << 20)}MiB or less, or auto"
+            f"{plan.arena_bytes} bytes of expert slots do not fit the {left} bytes of memory left; "
+            f"give {_SETTING} {left // MIB}MiB or less, or auto"
         )
     return plan
 
 
+def _share(budget: ExpertBudget, total: int, all_bytes: int, available_bytes: int | None) -> tuple[float, str]:
+    """The share of all experts a budget pays for, and its name."""
+    if budget.kind == "slots":
+        return min(1.0, budget.amount / total), f"{budget.amount:g} slots"
+    if budget.kind == "percent":
+        return budget.amount / 100, f"{budget.amount:g}% of the experts"
+    if budget.kind == "bytes":
+        return min(1.0, budget.amount / all_bytes), f"{budget.amount:.0f} bytes"
+    if available_bytes is None:
+        return 1.0, "all of them (auto)"
+    return min(1.0, max(0, available_bytes) / all_bytes), f"{max(0, available_bytes)} bytes of memory left (auto)"
+
+
 def _divide(classes: Sequence[SizeClass], share: float, least: Sequence[int], all_bytes: int) -> tuple[int, ...] | None:
     """Slots by class; where a class's share is under its least, the others give; None where they cannot."""
-    budget = share * all_bytes * (1 + 1e-12)
     slots = [max(low, int(share * c.num_experts + 1e-9)) for c, low in zip(classes, least, strict=True)]
-    over = sum(n * c.layout.slot_bytes for n, c in zip(slots, classes, strict=True)) - budget
+    sizes = [c.layout.slot_bytes for c in classes]
+    over = sum(n * size for n, size in zip(slots, sizes, strict=True)) - share * all_bytes
     for i in sorted(range(len(classes)), key=lambda i: least[i] - slots[i]):
-        size = classes[i].layout.slot_bytes
-        if over > 0:
-            given = min(slots[i] - least[i], -int(-over // size))
+        if over > sizes[i] * 1e-6:
+            given = min(slots[i] - least[i], -int(-over // sizes[i]))
             slots[i] -= given
-            over -= given * size
-    return None if over > 0 else tuple(slots)
+            over -= given * sizes[i]
+    return None if over > min(sizes) * 1e-6 else tuple(slots)

@@ -95,15 +95,18 @@ class ExpertSlotCache:
     def free_count(self) -> int:
         return len(self._free)
 
-    def begin_fill(self, key: int) -> Placement | None:
-        """Reserves a slot for a key that has none; None when every slot is pinned or loading."""
+    def begin_fill(self, key: int, *, spare_hotter: bool = False) -> Placement | None:
+        """Reserves a slot for a key that has none; None when every slot is pinned or loading.
+
+        With `spare_hotter` also None when that would evict a key hotter than this one.
+        """
         if self.slot_of[key] != NO_SLOT:
             raise ValueError(f"key {key} is resident or being read: it must not be read again")
         evicted: int | None = None
         if self._free:
             slot = self._free.pop()
         else:
-            evicted = self._pop_victim()
+            evicted = self._pop_victim(key if spare_hotter else None)
             if evicted is None:
                 return None
             slot = int(self.slot_of[evicted])
@@ -194,8 +197,9 @@ class ExpertSlotCache:
         self._in_order[key] = 1
         heapq.heappush(self._heap, (float(self.hotness[key]), int(self.last_used[key]), key))
 
-    def _pop_victim(self) -> int | None:
+    def _pop_victim(self, newcomer: int | None) -> int | None:
         self._settle()
+        limit = float("inf") if newcomer is None else float(self.hotness[newcomer])
         heap = self._heap
         while heap:
             score, used, key = heap[0]
@@ -207,6 +211,8 @@ class ExpertSlotCache:
             if now != (score, used, key):
                 heapq.heapreplace(heap, now)
                 continue
+            if score > limit:
+                return None  # what remains is hotter still
             heapq.heappop(heap)
             if self.pins[key]:
                 self.parked.append(key)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from expertserve.errors import CapacityError, ExpertReadError
 from expertserve.experts.batch import ComputeFn, Fence, SlotBatch
-from expertserve.experts.budget import SlotPlan, parse_budget, plan_slots, size_classes
+from expertserve.experts.budget import SlotPlan, plan_slots, size_classes
 from expertserve.experts.cache import DEFAULT_DECAY, ExpertSlotCache
 from expertserve.experts.disk import FileDisk
 from expertserve.experts.factory import make_slot_store
@@ -32,6 +32,7 @@ from expertserve.experts.step import Step, StepClock, StepRows
 from expertserve.experts.store import ExpertSlotStore
 from expertserve.experts.streamer import ExpertStreamer, Purpose
 from expertserve.gguf.spans import ExpertTower
+from expertserve.values import ExpertBudget
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,17 +67,17 @@ class LaneSettings:
 
     Attributes:
         device: where the slots are.
-        budget: as `--expert-cache` has it.
-        read_mode: direct, buffered, mmap or auto.
+        budget: room for slots.
+        reader: direct, buffered, mmap or auto.
         threads: reader threads.
         decay: of hotness, per step.
         huge_pages: ask for huge pages behind the slots.
     """
 
     device: str = "cpu"
-    budget: str = "auto"
-    read_mode: str = "auto"
-    threads: int = 8
+    budget: ExpertBudget = ExpertBudget("auto")
+    reader: str = "auto"
+    threads: int = 4
     decay: float = DEFAULT_DECAY
     huge_pages: bool = True
 
@@ -93,7 +94,9 @@ class ModelFile(Protocol):
 class ExpertLane:
     """Experts of one model; the forward's thread alone calls it."""
 
-    def __init__(self, tables: Mapping[int, LayerTable], pool: ReaderPool, stats: ExpertStats) -> None:
+    def __init__(
+        self, tables: Mapping[int, LayerTable], pool: ReaderPool, stats: ExpertStats, settings: LaneSettings
+    ) -> None:
         self.clock = StepClock()
         self.stats = stats
         self._tables = dict(tables)
@@ -101,6 +104,7 @@ class ExpertLane:
         self.streamers = tuple(dict.fromkeys(table.streamer for table in tables.values()))
         self._fenced: deque[tuple[Fence, LayerTable, NDArray[np.int64]]] = deque()
         self._rows_of_one: dict[int, tuple[NDArray[np.int32], NDArray[np.int32]]] = {}
+        self._enough_reads = max(8, 2 * settings.threads)
         self._step_began = 0.0
         self._busy_before = 0.0
 
@@ -125,11 +129,11 @@ class ExpertLane:
             stats: counters to add to.
             available_bytes: memory left for slots once everything else has its own; None to trust the budget.
         """
-        reader = open_reader(settings.read_mode, file.paths, cacheable_bytes=available_bytes)
+        reader = open_reader(settings.reader, file.paths, cacheable_bytes=available_bytes)
         try:
             plan = plan_slots(
                 size_classes(towers, reader.align),
-                parse_budget(settings.budget),
+                settings.budget,
                 top_k,
                 available_bytes=available_bytes,
             )
@@ -172,7 +176,7 @@ class ExpertLane:
             mode=reader.mode,
             threads=settings.threads,
         )
-        return cls(tables, pool, stats)
+        return cls(tables, pool, stats, settings)
 
     def close(self) -> None:
         """Ends the readers and gives the memory back; the lane is unusable afterwards."""
@@ -312,11 +316,16 @@ class ExpertLane:
     def _start_reads(
         self, table: LayerTable, keys: NDArray[np.int64], missing: deque[int], awaited: dict[Fill, int]
     ) -> None:
-        """Starts as many of the missing as there are slots for."""
+        """Starts as many of the missing as there are slots for.
+
+        Beyond what keeps the disk busy, only colder experts give way: a wide batch reads through the slots its own
+        experts leave, and what decode uses stays.
+        """
         if missing and self._fenced:
             self._release_fenced(wait=False)
         while missing:
-            fill = table.streamer.begin(int(keys[missing[0]]), Purpose.DEMAND)
+            spare = len(awaited) >= self._enough_reads
+            fill = table.streamer.begin(int(keys[missing[0]]), Purpose.DEMAND, spare_hotter=spare)
             if fill is None:
                 return
             awaited[fill] = missing.popleft()

@@ -60,11 +60,11 @@ class ExpertStreamer:
             slice(start, start + nbytes) for start, nbytes in zip(layout.offsets, layout.region_bytes, strict=True)
         )
 
-    def begin(self, key: int, purpose: Purpose) -> Fill | None:
-        """Starts reading an expert; None when no slot or no write buffer is to be had now."""
+    def begin(self, key: int, purpose: Purpose, *, spare_hotter: bool = False) -> Fill | None:
+        """Starts reading an expert; None when no slot or no write buffer is to be had now (see `begin_fill`)."""
         if len(self.filling) >= self.store.write_depth:
             return None
-        place = self.cache.begin_fill(key)
+        place = self.cache.begin_fill(key, spare_hotter=spare_hotter)
         if place is None:
             return None
         if place.evicted is not None:

@@ -1,4 +1,4 @@
-"""Small worlds for the experts' tests: towers at awkward offsets, a fake disk with delays and faults, lanes over both."""
+"""Small worlds for tests: towers at awkward offsets, a fake disk with delays and faults, lanes over both."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from numpy.typing import NDArray
 
 from expertserve.errors import ExpertReadError
 from expertserve.experts.batch import SlotBatch
-from expertserve.experts.budget import Budget, SlotPlan, plan_slots, size_classes
+from expertserve.experts.budget import SlotPlan, plan_slots, size_classes
 from expertserve.experts.disk import Disk
 from expertserve.experts.lane import ExpertLane, LaneSettings
 from expertserve.experts.reader import BufferedReader, DirectReader, FileReader
 from expertserve.experts.stats import ExpertStats
 from expertserve.gguf.spans import ExpertTower
 from expertserve.gguf.tensor import TensorInfo
+from expertserve.values import ExpertBudget
 
 _uids = itertools.count(1_000_000)
 ROLES = ("gate", "up", "down")
@@ -146,7 +147,7 @@ def _tensor(name: str, experts: int, nbytes: int, file_index: int, offset: int) 
 
 
 def plan_world(world: World, slots: int, *, top_k: int = 2, align: int = 1) -> SlotPlan:
-    return plan_slots(size_classes(world.towers, align), Budget(slots=slots), top_k)
+    return plan_slots(size_classes(world.towers, align), ExpertBudget("slots", slots), top_k)
 
 
 @contextmanager
