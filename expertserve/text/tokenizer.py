@@ -31,6 +31,7 @@ class Tokenizer:
         bos_id, eos_id: ids, or None where the model has none.
         eog_ids: ids that end a generation.
         add_bos, add_eos: whether `encode` adds them when asked for special tokens.
+        special_texts: spelling of the bos, eos, unk and pad tokens there are, by that name.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -48,6 +49,11 @@ class Tokenizer:
         self.eog_ids = vocabulary.end_of_generation
         self.add_bos = vocabulary.add_bos
         self.add_eos = vocabulary.add_eos
+        self.special_texts = {
+            role: vocabulary.tokens[vocabulary.roles[role]]
+            for role in ("bos", "eos", "unk", "pad")
+            if role in vocabulary.roles
+        }
 
     @classmethod
     def from_gguf(cls, file: MetadataSource) -> Tokenizer:
