@@ -123,6 +123,14 @@ class Forward:
         else:
             g.store("logits", self.model.head(g, x))
 
+    def prepare(self) -> None:
+        """Compiles every segment for the widest batch and for one token: a model that cannot run says so here."""
+        cells = self.kv_cells
+        for rows, n_kv in ((self.max_rows, cells), (1, min(cells, 256))):
+            self._backend.begin_batch(rows, np.zeros((rows, n_kv), np.float16), 1)
+            for segment in self._segments:
+                self._backend.compile(segment.name, segment.build)
+
     def __call__(self, batch: Batch) -> NDArray[np.float32]:
         """Runs one step.
 
