@@ -30,9 +30,9 @@ class PrefixCache:
     def __init__(self, kv: KVCells) -> None:
         self._kv = kv
         self._entries: list[_Entry] = []
-        self.held = np.zeros(
-            kv.capacity, np.int32
-        )  # references this cache holds, one count a cell; others only read it
+        self.held = np.zeros(kv.capacity, np.int32)  # references this cache holds, one count a cell
+        self._evictable = 0
+        self._stale = False  # whether the number above has to be counted again
 
     def take(self, tokens: Tokens, limit: int, running: Iterable[tuple[Tokens, Cells]]) -> Cells:
         """The cells of the longest known prefix of `tokens`, at most `limit` of them, retained for the caller.

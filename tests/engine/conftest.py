@@ -1,0 +1,43 @@
+"""Engines without a thread: a test steps them itself, so that every interleaving can be repeated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+
+from expertserve.engine.engine import Engine
+from expertserve.kv.cache import KVCells
+from tests.engine.fakes import HashForward, Oracle, PieceTokenizer
+
+
+@dataclass
+class Rig:
+    """An engine with what it runs on and what it must compute."""
+
+    engine: Engine
+    forward: HashForward
+    oracle: Oracle
+
+
+MakeRig = Callable[..., Rig]
+
+
+@pytest.fixture
+def make_rig() -> MakeRig:
+    def make(
+        *,
+        parallel: int = 8,
+        context: int = 256,
+        chunk: int = 32,
+        cells: int = 2048,
+        max_rows: int = 64,
+        vocab: int = 97,
+    ) -> Rig:
+        forward = HashForward(vocab, max_rows=max_rows, kv_cells=cells)
+        tokenizer = PieceTokenizer(vocab)
+        engine = Engine(forward, tokenizer, parallel=parallel, context=context, chunk=chunk, kv_cells=KVCells(cells))
+        return Rig(engine, forward, Oracle(tokenizer, engine.context))
+
+    return make
