@@ -12,8 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from types import FrameType
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -21,6 +20,9 @@ from expertserve import __version__
 from expertserve.config import SETTINGS, Settings, prepare_libraries, resolve
 from expertserve.declare import Setting
 from expertserve.errors import ExpertServeError
+
+if TYPE_CHECKING:
+    from expertserve.experts.stats import ExpertStats
 
 # typer keeps its parser's exceptions private; the base of all of them is BadParameter's grandparent.
 _USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[2]
@@ -73,13 +75,13 @@ _PROMPT = inspect.Parameter(
 
 
 def _command(name: str, *extra: inspect.Parameter) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    """Registers `body(settings, **extra)` as a command with an option for each setting that it obeys."""
+    """Registers `body(settings, stats, **extra)` as a command with an option for each setting that it obeys."""
 
     def register(body: Callable[..., int]) -> Callable[..., int]:
         def command(**values: Any) -> int:
             own = {parameter.name: values.pop(parameter.name) for parameter in extra}
             given = {key: value for key, value in values.items() if value is not None and value != []}
-            return body(_start(name, given), **own)
+            return body(*_start(name, given), **own)
 
         settings = [_parameter(setting) for setting in SETTINGS.values() if name in setting.declared.commands]
         parameters = [settings[0], *extra, *settings[1:]]
@@ -92,46 +94,46 @@ def _command(name: str, *extra: inspect.Parameter) -> Callable[[Callable[..., in
     return register
 
 
-def _terminate(signum: int, frame: FrameType | None) -> NoReturn:
-    raise SystemExit(128 + signum)
-
-
-def _start(command: str, flags: dict[str, Any]) -> Settings:
-    """Resolves the settings, then makes the process ready to run `command` with them."""
+def _start(command: str, flags: dict[str, Any]) -> tuple[Settings, ExpertStats]:
+    """Resolves the settings; from here on the process ends with the final statistics line, whatever happens."""
     settings = resolve(flags)
     prepare_libraries()
+    from expertserve.experts.final_line import install_final_line
+    from expertserve.experts.stats import ExpertStats
+
+    stats = ExpertStats(every=settings.stats_every)
+    install_final_line(stats, json_path=settings.stats_json)
     from expertserve import log
 
     log.configure(settings.log_format, settings.log_level)
-    signal.signal(signal.SIGTERM, _terminate)
     logger = log.get_logger(__name__)
     for line in settings.inert(command):
         logger.warning(line)
-    return settings
+    return settings, stats
 
 
 @_command("run", _PROMPT)
-def _run(settings: Settings, *, prompt: str | None) -> int:
+def _run(settings: Settings, stats: ExpertStats, *, prompt: str | None) -> int:
     """Answers one prompt, or chats on a terminal."""
     from expertserve.terminal import run
 
-    return run(settings, prompt)
+    return run(settings, stats, prompt)
 
 
 @_command("serve")
-def _serve(settings: Settings) -> int:
+def _serve(settings: Settings, stats: ExpertStats) -> int:
     """Serves the model over HTTP with OpenAI's API."""
     from expertserve.server.app import serve
 
-    return serve(settings)
+    return serve(settings, stats)
 
 
 @_command("bench")
-def _bench(settings: Settings) -> int:
+def _bench(settings: Settings, stats: ExpertStats) -> int:
     """Times prefill and decode; the last line of output is JSON."""
     from expertserve.bench.rates import bench
 
-    return bench(settings)
+    return bench(settings, stats)
 
 
 def _print_version(wanted: bool) -> None:

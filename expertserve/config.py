@@ -36,8 +36,9 @@ def _greedy(settings: Settings) -> str | None:
     return "temperature is 0, so the most likely token is taken" if settings.temperature == 0 else None
 
 
-def _no_repeat_penalty(settings: Settings) -> str | None:
-    return "repeat_penalty is 1" if settings.repeat_penalty == 1 else None
+def _no_penalty(settings: Settings) -> str | None:
+    off = settings.repeat_penalty == 1 and not settings.presence_penalty and not settings.frequency_penalty
+    return "no penalty is set" if off else None
 
 
 def _raw(settings: Settings) -> str | None:
@@ -49,8 +50,9 @@ class Settings:
     """All settings of one process, resolved; `origin` says where each that is not a default came from."""
 
     model: str = setting("", "The GGUF to serve (the first file of a split one), or `demo` for the embedded model.")
-    device: Literal["cpu", "cuda", "auto"] = setting(
-        "auto", "Where the model computes; auto takes a GPU where one can be used, else the CPU."
+    device: Literal["auto", "cpu", "cuda", "reference"] = setting(
+        "auto",
+        "Where the model computes; auto is the fastest device with kernels here, reference is slow NumPy.",
     )
     threads: int = setting(
         0,
@@ -151,16 +153,20 @@ class Settings:
         inert=_greedy,
     )
     repeat_penalty: float = setting(
-        1.0, "Divides the score of tokens seen lately; 1 is off.", commands=_RUN, bounds={"gt": 0}
+        1.0, "Divides the score of recent tokens; 1 is off.", commands=_RUN, bounds={"gt": 0}
     )
     repeat_last_n: int = setting(
-        64, "How many tokens count as lately.", commands=_RUN, bounds={"ge": 0}, inert=_no_repeat_penalty
+        64,
+        "How many recent tokens the penalties look at; -1 is all.",
+        commands=_RUN,
+        bounds={"ge": -1},
+        inert=_no_penalty,
     )
     presence_penalty: float = setting(
-        0.0, "Taken from the score of a token that occurred.", commands=_RUN, bounds={"ge": -2, "le": 2}
+        0.0, "Taken from the score of each recent token.", commands=_RUN, bounds={"ge": -2, "le": 2}
     )
     frequency_penalty: float = setting(
-        0.0, "Taken from a token's score each time it occurred.", commands=_RUN, bounds={"ge": -2, "le": 2}
+        0.0, "Taken from a recent token's score for each time it occurred.", commands=_RUN, bounds={"ge": -2, "le": 2}
     )
     seed: int | None = setting(
         None,
@@ -327,6 +333,8 @@ def resolve(flags: Mapping[str, Any]) -> Settings:
     if not values["model"]:
         raise ConfigError(f"no model named: give MODEL (a GGUF file, or demo), or set {ENV_PREFIX}MODEL")
     values["threads"] = values["threads"] or physical_cores()
+    if values["device"] == "auto":
+        values["device"] = "cpu"  # the only device that this version has kernels for
     return Settings(**values, origin=origin)
 
 
@@ -334,3 +342,5 @@ def prepare_libraries() -> None:
     """Sets the variables that native libraries read when they are loaded; call it before the first of them is."""
     # Without it an abort inside ggml starts a debugger to print a backtrace, which can hang a server for minutes.
     os.environ.setdefault("GGML_NO_BACKTRACE", "1")
+    # OpenMP's barriers spin for milliseconds by default: where another process holds a core, each burns a time slice.
+    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
