@@ -1,0 +1,108 @@
+"""The routing trace: which experts each step of each layer chose, in a few bytes a selection.
+
+Owns the file format: a magic, a JSON header, then records of 16-bit numbers. A step is a record (STEP, decode rows,
+prefill rows, draft); a layer a record (layer, tokens, k, 0) followed by tokens x k ids. Invariant: a trace cut short
+at any byte is read up to its last whole record.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from expertserve.errors import ConfigError
+from expertserve.experts.step import StepRows
+from expertserve.gguf.spans import ExpertTower
+
+_MAGIC = b"EXPERTTRACE1\n"
+_STEP = 0xFFFF
+_MOST = 0xFFFF
+_RECORD = 4
+
+
+class TraceRecorder:
+    """Appends to a trace file; a failing disk ends the trace with a warning, not the forward."""
+
+    def __init__(self, path: Path, towers: Mapping[int, ExpertTower]) -> None:
+        layers = [[layer, towers[layer].num_experts] for layer in sorted(towers)]
+        self.warning: str | None = None
+        try:
+            self._out: IO[bytes] | None = open(path, "wb", buffering=1 << 16)
+            self._out.write(_MAGIC + json.dumps({"layers": layers}).encode() + b"\n")
+        except OSError as error:
+            raise ConfigError(f"{path}: the trace cannot be written: {error.strerror}; give --trace a file") from error
+
+    def step(self, rows: StepRows) -> None:
+        self._write([_STEP, min(rows.decode_rows, _MOST), min(rows.prefill_rows, _MOST), rows.draft])
+
+    def layer(self, layer: int, ids: NDArray[np.int32]) -> None:
+        self._write([layer, *ids.shape, 0], ids)
+
+    def _write(self, record: list[int], ids: NDArray[np.int32] | None = None) -> None:
+        if self._out is None:
+            return
+        try:
+            self._out.write(np.array(record, "<u2").tobytes())
+            if ids is not None:
+                self._out.write(ids.astype("<u2").tobytes())
+        except OSError as error:
+            self.warning = f"the trace ends early: {error.strerror or error}"
+            self.close()
+
+    def close(self) -> None:
+        out, self._out = self._out, None
+        if out is not None:
+            try:
+                out.close()
+            except OSError as error:
+                self.warning = f"the trace ends early: {error.strerror or error}"
+
+
+@dataclass(slots=True)
+class TraceStep:
+    """One recorded step: its rows, and the ids [tokens, k] of each layer in the order they ran."""
+
+    rows: StepRows
+    layers: list[tuple[int, NDArray[np.int32]]] = field(default_factory=list)
+
+
+def read_trace(path: Path) -> tuple[dict[int, int], Iterator[TraceStep]]:
+    """Experts by layer, and the steps.
+
+    Raises:
+        ConfigError: the file is no trace.
+    """
+    data = path.read_bytes()
+    end = data.find(b"\n", len(_MAGIC))
+    try:
+        if not data.startswith(_MAGIC) or end < 0:
+            raise ValueError
+        layers = {int(layer): int(experts) for layer, experts in json.loads(data[len(_MAGIC) : end])["layers"]}
+    except (ValueError, KeyError, TypeError):
+        raise ConfigError(f"{path}: not a routing trace; record one with --trace") from None
+    rest = data[end + 1 :]
+    return layers, _steps(np.frombuffer(rest[: len(rest) // 2 * 2], "<u2"))
+
+
+def _steps(numbers: NDArray[np.uint16]) -> Iterator[TraceStep]:
+    at, step = 0, None
+    while at + _RECORD <= len(numbers):
+        kind, first, second, third = (int(n) for n in numbers[at : at + _RECORD])
+        at += _RECORD
+        if kind == _STEP:
+            if step is not None:
+                yield step
+            step = TraceStep(StepRows(first, second, bool(third)))
+            continue
+        if at + first * second > len(numbers) or step is None:
+            break
+        step.layers.append((kind, numbers[at : at + first * second].astype(np.int32).reshape(first, second)))
+        at += first * second
+    if step is not None:
+        yield step

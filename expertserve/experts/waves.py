@@ -1,0 +1,157 @@
+"""Runs one layer in waves: resident experts while the misses are read, then the misses as they come.
+
+Owns the order of reading, pinning and computing within a layer. Invariants: every pair is computed exactly once; what
+is being computed is pinned; waiting for the disk happens between calls of the kernel, never inside; experts that
+arrived together are computed together, because a call has a fixed cost.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from time import perf_counter
+
+import numpy as np
+from numpy.typing import NDArray
+
+from expertserve.errors import CapacityError, ExpertReadError
+from expertserve.experts.batch import ComputeFn, SlotBatch
+from expertserve.experts.grouping import Grouping
+from expertserve.experts.kernels import RunningKernels
+from expertserve.experts.lookahead import LookAhead
+from expertserve.experts.pool import Fill, ReaderPool
+from expertserve.experts.stats import ExpertStats
+from expertserve.experts.streamer import Purpose
+from expertserve.experts.table import LayerTable
+
+
+class Waves:
+    """The waves of a lane's layers, one layer at a time."""
+
+    def __init__(
+        self, pool: ReaderPool, stats: ExpertStats, ahead: LookAhead, running: RunningKernels, *, keep_busy: int
+    ) -> None:
+        """`keep_busy` is how many reads under way a disk needs to run at full speed."""
+        self._pool = pool
+        self._stats = stats
+        self._ahead = ahead
+        self._running = running
+        self._keep_busy = keep_busy
+
+    def run(self, table: LayerTable, groups: Grouping, compute: ComputeFn, began: float) -> None:
+        """Resident experts while the misses are read, then the misses as they come."""
+        counters = self._stats.current
+        spent_before = counters.expert_s + counters.stalled_s
+        keys = groups.experts + table.first_key
+        table.cache.touch(keys)
+        resident = table.address[0, groups.experts] != 0
+        hits = np.flatnonzero(resident)
+        table.cache.pin(keys[hits])
+        pinned = keys[hits]
+        try:
+            awaited, missing = self._sort_out(table, keys, np.flatnonzero(~resident))
+            counters.hits += len(hits) + len(awaited)
+            counters.misses += len(missing)
+            self._start_reads(table, keys, missing, awaited)
+            if self._ahead.asked and not missing:
+                self._ahead.issue()
+            if len(hits):
+                pinned = pinned[:0]  # the kernel's call lets go of them from here on
+                self._compute(table, groups, hits, compute)
+            while awaited or missing:
+                self._start_reads(table, keys, missing, awaited)
+                ready = self._await_reads(table, keys, awaited, missing)
+                if len(ready):
+                    self._compute(table, groups, ready, compute)
+        except BaseException:
+            table.cache.unpin(pinned)
+            raise
+        finally:
+            spent = counters.expert_s + counters.stalled_s - spent_before
+            counters.lane_s += perf_counter() - began - spent
+
+    def _sort_out(
+        self, table: LayerTable, keys: NDArray[np.int64], absent: NDArray[np.int64]
+    ) -> tuple[dict[Fill, int], deque[int]]:
+        """Splits absent groups into those already being read and those to read."""
+        awaited: dict[Fill, int] = {}
+        missing: deque[int] = deque()
+        for group in absent.tolist():
+            fill = table.streamer.filling.get(int(keys[group]))
+            if fill is None:
+                missing.append(group)
+            else:
+                awaited[fill] = group
+                self._pool.promote(fill)
+        return awaited, missing
+
+    def _start_reads(
+        self, table: LayerTable, keys: NDArray[np.int64], missing: deque[int], awaited: dict[Fill, int]
+    ) -> None:
+        """Starts as many of the missing as there are slots for.
+
+        Beyond what keeps the disk busy, only colder experts give way: a wide batch reads through the slots its own
+        experts leave, and what decode uses stays.
+        """
+        if missing:
+            self._running.release()
+        while missing:
+            spare = len(awaited) >= self._keep_busy
+            fill = table.streamer.begin(int(keys[missing[0]]), Purpose.DEMAND, spare_hotter=spare)
+            if fill is None:
+                return
+            awaited[fill] = missing.popleft()
+
+    def _await_reads(
+        self, table: LayerTable, keys: NDArray[np.int64], awaited: dict[Fill, int], missing: deque[int]
+    ) -> NDArray[np.int64]:
+        """Waits until a read ends or a slot comes free; pins and returns the groups that are ready."""
+        if not self._pool.in_flight:
+            self._free_a_slot(table, missing)
+            return np.zeros(0, np.int64)
+        began = perf_counter()
+        fills = self._pool.collect(wait=True)
+        self._stats.current.stalled_s += perf_counter() - began
+        ready: list[int] = []
+        failure: ExpertReadError | None = None
+        for fill in fills:
+            error = fill.settle(fill)
+            group = awaited.pop(fill, None)
+            if group is not None and error is None:
+                ready.append(group)
+            elif group is not None:
+                failure = error
+        if failure is not None:
+            raise failure
+        groups = np.sort(np.array(ready, np.int64))
+        table.cache.pin(keys[groups])
+        return groups
+
+    def _free_a_slot(self, table: LayerTable, missing: deque[int]) -> None:
+        """Nothing is being read and no slot is to be had: only a kernel still running can give one back."""
+        if not self._running:
+            self._stats.current.exhausted += len(missing)
+            raise CapacityError(
+                f"layer {table.layer}: {len(missing)} experts and no unpinned slot among {table.cache.slot_count}; "
+                "raise --expert-cache"
+            )
+        self._running.release(wait=True)
+
+    def _compute(self, table: LayerTable, groups: Grouping, which: NDArray[np.int64], compute: ComputeFn) -> None:
+        """Runs the kernel over pinned groups and lets go of them when it has finished."""
+        counters = self._stats.current
+        experts = groups.experts[which]
+        keys = experts + table.first_key
+        start, pairs = groups.subset(which)
+        batch = SlotBatch(tuple(table.address.take(experts, axis=1)), start, pairs, table.layer)
+        began = perf_counter()
+        try:
+            fence = compute(batch)
+        except BaseException:
+            table.cache.unpin(keys)
+            raise
+        counters.expert_s += perf_counter() - began
+        counters.computes += 1
+        if fence is not None:
+            self._running.add(fence, table.cache, keys)
+        else:
+            table.cache.unpin(keys)
