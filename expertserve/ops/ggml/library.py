@@ -122,8 +122,15 @@ def _load_kernels() -> ctypes.CDLL:
 _kernels = _load_kernels()
 _kernels.tile_format_of.argtypes = (ctypes.c_int,)
 _kernels.tile_format_of.restype = TileFormat
+_kernels.structure_bytes.restype = ctypes.c_int64
 
 DATA_OFFSET = int(cast(Any, ggml.ggml_tensor).data.offset)
+for _i, _structure in enumerate((ExpertCall, LinearCall, CombineCall)):
+    if _kernels.structure_bytes(_i) != ctypes.sizeof(_structure):
+        raise KernelUnavailableError(
+            f"the compiled kernels do not fit this version ({_structure.__name__}): build them again (pip install -e .)"
+        )
+
 TILE_ROWS = 8
 MIN_COLUMNS = 8
 """Fewest activation rows for which the tiled kernel is used, as in kernels.c."""

@@ -1,0 +1,75 @@
+"""A forward on any device with a lane of any size, for tests below the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from expertserve.experts.lane import ExpertLane, LaneSettings
+from expertserve.experts.stats import ExpertStats
+from expertserve.gguf.file import GGUFFile
+from expertserve.models.batch import Batch
+from expertserve.models.forward import Forward
+from expertserve.models.registry import load_model
+from expertserve.ops.base import KVType
+from expertserve.ops.factory import make_backend
+from expertserve.values import parse_budget
+
+
+@contextmanager
+def open_forward(
+    path: Path,
+    *,
+    device: str = "cpu",
+    kv_type: str = "f16",
+    flash: bool = True,
+    budget: str = "100%",
+    reader: str = "buffered",
+    max_rows: int = 64,
+    cells: int = 512,
+    stats: ExpertStats | None = None,
+) -> Iterator[Forward]:
+    """A loaded model; `budget` is what `--expert-cache` takes."""
+    file = GGUFFile.open(path)
+    model = load_model(file)
+    backend = make_backend(device, threads=2, flash_attention=flash)
+    backend.check(model.dense_weights(), model.towers.values())
+    settings = LaneSettings(budget=parse_budget(budget), reader=reader)
+    stats = stats or ExpertStats(every=0, emit=lambda line: None)
+    lane = ExpertLane.open(file, model.towers, model.hp.top_k, settings, stats)
+    backend.load_weights(model.dense_weights(), file.read_tensor, lambda nbytes: None)
+    forward = Forward(model, backend, lane, max_rows=max_rows, kv_cells=cells, kv_type=KVType(kv_type), min_outputs=1)
+    forward.prepare()
+    try:
+        yield forward
+    finally:
+        forward.close()
+
+
+def make_batch(tokens: list[int], start: int = 0, *, n_kv: int = 256, all_outputs: bool = True) -> Batch:
+    """One sequence's tokens from position `start`, in cells equal to their positions."""
+    rows = len(tokens)
+    positions = np.arange(start, start + rows, dtype=np.int32)
+    visible = np.arange(n_kv)[None, :] <= positions[:, None]
+    return Batch(
+        tokens=np.array(tokens, np.int32),
+        positions=positions,
+        cells=positions.astype(np.int64),
+        mask=np.where(visible, 0, -np.inf).astype(np.float16),
+        outputs=np.arange(0 if all_outputs else rows - 1, rows, dtype=np.int32),
+        decode_rows=int(rows == 1 and start > 0),
+    )
+
+
+def greedy(forward: Forward, prompt: list[int], count: int) -> tuple[list[int], list[float]]:
+    """`count` greedy tokens after `prompt`, each with the gap between the two best logits."""
+    logits, tokens, gaps = forward(make_batch(prompt))[-1], [], []
+    for i in range(count):
+        order = np.argsort(-logits, kind="stable")
+        tokens.append(int(order[0]))
+        gaps.append(float(logits[order[0]] - logits[order[1]]))
+        logits = forward(make_batch([tokens[-1]], len(prompt) + i))[0]
+    return tokens, gaps

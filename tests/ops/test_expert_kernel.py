@@ -1,0 +1,102 @@
+"""The routed-expert kernel: equal to plain arithmetic, and indifferent to slots, grouping into calls, and order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from expertserve.experts.batch import SlotBatch
+from expertserve.gguf.file import GGUFFile
+from expertserve.gguf.spans import ExpertTower, find_towers
+from expertserve.ops.base import Activation, Backend, ExpertShape
+from expertserve.ops.factory import make_backend
+from tests.gguf_writer import make_tiny_moe
+
+HIDDEN, FFN, TOP_K, EXPERTS = 256, 256, 4, 8
+KINDS = [
+    {"expert": "Q4_K", "down": "Q6_K"},
+    {"expert": "Q4_K"},
+    {"expert": "Q8_0", "down": "Q5_K"},
+    {"expert": "F16", "down": "F32"},
+    {"expert": "IQ4_XS", "down": "Q4_0"},
+    {"expert": "MXFP4"},
+]
+
+
+class World:
+    """One layer's experts scattered over a slot arena, and a backend with a kernel for them."""
+
+    def __init__(self, path: Path, device: str, seed: int) -> None:
+        file = GGUFFile.open(path)
+        self.tower: ExpertTower = find_towers(file)[0]
+        rng = np.random.default_rng(seed)
+        self.memory = []
+        self.slices = []
+        for i, info in enumerate(self.tower.slices):
+            raw = np.empty(info.nbytes, np.uint8)
+            file.read_tensor(info.name, raw.data)
+            size = self.tower.slice_bytes(i)
+            stride = size + 4096
+            arena = np.full(EXPERTS * stride + 64, 255, np.uint8)
+            places = rng.permutation(EXPERTS)
+            address = np.empty(EXPERTS, np.uint64)
+            for expert in range(EXPERTS):
+                start = int(places[expert]) * stride + 32 * int(rng.integers(0, 64))
+                arena[start : start + size] = raw[expert * size : (expert + 1) * size]
+                address[expert] = arena.ctypes.data + start
+            self.memory.append(arena)
+            self.slices.append(address)
+        self.backend: Backend = make_backend(device, threads=2, flash_attention=True)
+
+    def run(self, x: np.ndarray, ids: np.ndarray, waves: list[list[int]]) -> np.ndarray:
+        rows = len(x)
+        self.backend.allocate_buffer("ffn_input", (rows, HIDDEN), np.float32)
+        self.backend.allocate_buffer("expert_out", (rows * TOP_K, HIDDEN), np.float32)
+        kernel = self.backend.expert_kernel(self.tower, ExpertShape(HIDDEN, FFN, TOP_K, Activation.SILU))
+        self.backend.host("ffn_input")[:] = x
+        self.backend.host("expert_out")[:] = np.nan
+        kernel.begin(rows)
+        flat = ids.reshape(-1)
+        for wave in waves:
+            groups = [np.flatnonzero(flat == expert).astype(np.int32) for expert in wave]
+            start = np.cumsum([0, *map(len, groups)]).astype(np.int32)
+            slices = tuple(address[wave] for address in self.slices)
+            kernel(SlotBatch(slices, start, np.concatenate(groups), 0))
+        return self.backend.host("expert_out").copy()
+
+
+def case(rows: int) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(rows)
+    ids = np.argsort(rng.random((rows, EXPERTS)), axis=1)[:, :TOP_K].astype(np.int32)
+    return rng.standard_normal((rows, HIDDEN), np.float32), ids
+
+
+def model(tmp_path: Path, kinds: dict[str, str]) -> Path:
+    return make_tiny_moe(
+        tmp_path / "m.gguf", layers=1, experts=EXPERTS, top_k=TOP_K, hidden=HIDDEN, ffn=FFN, types=kinds
+    )
+
+
+@pytest.mark.parametrize("rows", [1, 3, 40])
+@pytest.mark.parametrize("kinds", KINDS, ids=lambda kinds: "-".join(kinds.values()))
+def test_kernel_agrees_with_plain_arithmetic(tmp_path: Path, kinds: dict[str, str], rows: int) -> None:
+    x, ids = case(rows)
+    path, used = model(tmp_path, kinds), sorted(set(ids.reshape(-1).tolist()))
+    ours = World(path, "cpu", 1).run(x, ids, [used])
+    exact = World(path, "reference", 1).run(x, ids, [used])
+    assert np.linalg.norm(ours - exact) / np.linalg.norm(exact) < 0.02
+
+
+@pytest.mark.parametrize("rows", [1, 6, 40])
+@pytest.mark.parametrize("kinds", KINDS, ids=lambda kinds: "-".join(kinds.values()))
+def test_slots_and_waves_cannot_change_a_bit(tmp_path: Path, kinds: dict[str, str], rows: int) -> None:
+    x, ids = case(rows)
+    path, used = model(tmp_path, kinds), sorted(set(ids.reshape(-1).tolist()))
+    whole = World(path, "cpu", 1).run(x, ids, [used])
+    one_by_one = World(path, "cpu", 2).run(x, ids, [[expert] for expert in reversed(used)])
+    halves = World(path, "cpu", 3).run(x, ids, [used[::2], used[1::2]])
+    assert not np.isnan(whole).any()
+    assert np.array_equal(whole, one_by_one)
+    assert np.array_equal(whole, halves)

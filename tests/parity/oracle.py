@@ -1,0 +1,86 @@
+"""The oracle fixtures, and the rule by which logits are compared with them.
+
+The rule is that of the fixtures' README: the median over positions of a position's relative error, beside llama.cpp's own
+error on the same file; positions whose error is over ten times the median (a router's choice flipped by rounding) are
+counted apart.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+FAMILIES = ("qwen3moe", "qwen2moe", "olmoe", "mixtral", "qwen3moe-k256")
+ORACLE = Path(__file__).parents[2].parent / "shared" / "oracle"
+FIXTURES = sorted(
+    str(path.relative_to(ORACLE)) for family in FAMILIES for path in (ORACLE / family).glob("model-*.gguf")
+)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What the oracles say of one file.
+
+    Attributes:
+        tokens: prompt.
+        exact: logits of the dequantised weights in float32, [T, vocab].
+        peer: llama.cpp's logits on the file itself, [T, vocab].
+        greedy: llama.cpp's 16 greedy tokens after the prompt.
+    """
+
+    tokens: NDArray[np.int32]
+    exact: NDArray[np.float32]
+    peer: NDArray[np.float32]
+    greedy: NDArray[np.int32]
+
+
+def reference(fixture: str) -> Reference:
+    """The oracles' answers for a fixture named like `olmoe/model-f16.gguf`."""
+    family, name = fixture.split("/")
+    q = name.removeprefix("model-").removesuffix(".gguf")
+    with np.load(ORACLE / family / "ref.npz") as data:
+        return Reference(
+            tokens=data["tokens_short"].astype(np.int32),
+            exact=data[f"lcpp_logits_deq_{q}_short"],
+            peer=data[f"lcpp_logits_{q}_short"],
+            greedy=data[f"lcpp_greedy_{q}_short"].astype(np.int32),
+        )
+
+
+def relative_errors(logits: NDArray[np.float32], exact: NDArray[np.float32]) -> NDArray[np.float64]:
+    """Relative error of each position's logits."""
+    difference = (logits - exact).astype(np.float64)
+    return np.linalg.norm(difference, axis=1) / np.linalg.norm(exact.astype(np.float64), axis=1)
+
+
+def outliers(errors: NDArray[np.float64]) -> int:
+    """Positions over ten times the median."""
+    return int((errors > 10 * np.median(errors)).sum())
+
+
+def assert_parity(logits: NDArray[np.float32], ref: Reference, factor: float, positions: int = 1) -> None:
+    """Fails where `logits` are further from the exact answer than the rule allows beside llama.cpp.
+
+    Args:
+        logits: what to judge, [T, vocab].
+        ref: the oracles.
+        factor: most median error, in llama.cpp's own.
+        positions: positions by which outliers and wrong top tokens may exceed llama.cpp's.
+    """
+    ours, peers = relative_errors(logits, ref.exact), relative_errors(ref.peer, ref.exact)
+    assert np.median(ours) <= factor * np.median(peers), (np.median(ours), np.median(peers))
+    assert outliers(ours) <= outliers(peers) + positions, (outliers(ours), outliers(peers))
+    best = ref.exact.argmax(axis=1)
+    wrong, peer_wrong = int((logits.argmax(axis=1) != best).sum()), int((ref.peer.argmax(axis=1) != best).sum())
+    assert wrong <= peer_wrong + positions, (wrong, peer_wrong)
+
+
+def assert_greedy(tokens: list[int], gaps: list[float], ref: Reference) -> None:
+    """Fails where greedy tokens leave llama.cpp's other than at a near-tie (top-2 gap under 1e-3), up to which it compares."""
+    for position, (ours, peers) in enumerate(zip(tokens, ref.greedy.tolist(), strict=True)):
+        if ours != peers:
+            assert gaps[position] < 1e-3, f"token {position} is {ours}, llama.cpp's is {peers}, gap {gaps[position]}"
+            return
