@@ -1,0 +1,55 @@
+# `make demo` answers a prompt from the embedded model, `make test` runs the tests. Both set up .venv first.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+MODEL ?= demo
+NATIVE := $(wildcard expertserve/ops/ggml/*.c expertserve/ops/ggml/*.h)
+
+.PHONY: help setup demo test test-gpu lint type bench docs check clean demo-model
+
+help:
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1	\2/p' $(MAKEFILE_LIST) | expand -t 14
+
+# The stamp makes setup run again when what is installed or compiled has changed.
+$(VENV)/.installed: pyproject.toml $(wildcard setup.py) $(NATIVE)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or later is needed; name one with PYTHON=..."; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	touch $@
+
+setup: $(VENV)/.installed ## make .venv with the package and the tools of development
+
+demo: setup ## answer a prompt from the embedded model
+	$(BIN)/expertserve run demo --prompt "Why is the sky blue?" --max-tokens 32 --seed 1
+
+test: setup ## run the tests that need no GPU
+	$(BIN)/python -m pytest -m "not gpu"
+
+test-gpu: setup ## run the tests that need a GPU
+	$(BIN)/python -m pytest -m gpu
+
+lint: setup ## check formatting and rules
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+type: setup ## check types
+	$(BIN)/mypy
+
+bench: setup ## time prefill and decode of MODEL (demo)
+	$(BIN)/expertserve bench $(MODEL)
+
+docs: setup ## write the generated parts of docs/
+	$(BIN)/python tools/gen_docs.py
+
+check: lint type ## everything that a change must pass
+	$(BIN)/python tools/gen_docs.py --check
+	$(MAKE) test
+
+demo-model: setup ## write the embedded model anew
+	$(BIN)/python tools/make_demo_model.py
+
+clean: ## remove what was built
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find expertserve -name '*.so' -delete
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
