@@ -1,0 +1,153 @@
+"""What every request passes first and every response last.
+
+Owns API keys, the limit on bodies, refusing while no model is ready, the request id, the access log and the request
+metrics. It is the outermost layer, so an exception of a route ends here as an error object, never as a bare
+connection loss.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import time
+import uuid
+from collections.abc import Iterable
+
+import structlog
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from expertserve import log
+from expertserve.errors import ExpertServeError, RequestError
+from expertserve.server.errors import error_response
+from expertserve.server.metrics import ServerMetrics
+from expertserve.server.state import ServerState
+
+_WITHOUT_KEY = {"/health"}
+_WITHOUT_MODEL = {"/health", "/metrics", "/openapi.json"}
+# A refused body is read up to here: closing the connection on a client that is still sending would hide the answer.
+_DISCARD_BYTES = 64 * 2**20
+_log = log.get_logger(__name__)
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+class Guard:
+    """ASGI middleware; see the module docstring."""
+
+    def __init__(self, app: ASGIApp, state: ServerState, metrics: ServerMetrics) -> None:
+        self._app = app
+        self._state = state
+        self._metrics = metrics
+        self._max_body_bytes = state.settings.max_body_bytes
+        self._key_digests = [_digest(key.encode()) for key in state.settings.api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        exchange = _Exchange(receive, send, self._max_body_bytes)
+        with structlog.contextvars.bound_contextvars(request_id=exchange.request_id):
+            try:
+                if (refusal := self._refusal(scope)) is not None:
+                    await exchange.refuse(refusal, scope)
+                else:
+                    await self._app(scope, exchange.receive, exchange.send)
+            except Exception:
+                _log.exception("a request failed", method=scope["method"], path=scope["path"])
+                if exchange.status is None:
+                    await error_response(ExpertServeError("internal error"))(scope, receive, exchange.send)
+            finally:
+                self._note(scope, exchange)
+
+    def _refusal(self, scope: Scope) -> ExpertServeError | None:
+        path = scope["path"]
+        headers = dict(scope["headers"])
+        if path not in _WITHOUT_KEY and not self._has_key(headers):
+            error = RequestError(
+                "a valid API key is needed: send it as 'Authorization: Bearer KEY'",
+                code="invalid_api_key",
+                http_status=401,
+            )
+            error.error_type = "authentication_error"
+            return error
+        if path not in _WITHOUT_MODEL:
+            try:
+                self._state.model()
+            except ExpertServeError as unavailable:
+                return unavailable
+        length = headers.get(b"content-length", b"0")
+        if length.isdigit() and int(length) > self._max_body_bytes:
+            return _too_large(self._max_body_bytes)
+        return None
+
+    def _has_key(self, headers: dict[bytes, bytes]) -> bool:
+        """Every key is compared, in constant time, so that timing tells nothing about any of them."""
+        if not self._key_digests:
+            return True
+        scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+        given = token.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
+        digest = _digest(given)
+        return any([hmac.compare_digest(digest, known) for known in self._key_digests])
+
+    def _note(self, scope: Scope, exchange: _Exchange) -> None:
+        seconds = time.perf_counter() - exchange.started
+        route = scope.get("route")
+        path = getattr(route, "path", "unmatched")
+        status = exchange.status or 499
+        self._metrics.http_requests.labels(path, str(status)).inc()
+        self._metrics.request_s.observe(seconds)
+        write = _log.debug if path in _WITHOUT_MODEL else _log.info
+        write("request", method=scope["method"], path=scope["path"], status=status, ms=round(1000 * seconds, 1))
+
+
+def _too_large(limit: int) -> RequestError:
+    return RequestError(f"the body is larger than {limit} bytes", code="body_too_large", http_status=413)
+
+
+class _Exchange:
+    """One request and its response, seen from outside the application."""
+
+    def __init__(self, receive: Receive, send: Send, max_body_bytes: int) -> None:
+        self.request_id = uuid.uuid4().hex
+        self.started = time.perf_counter()
+        self.status: int | None = None
+        self._receive = receive
+        self._send = send
+        self._max_body_bytes = max_body_bytes
+        self._body_bytes = 0
+
+    async def receive(self) -> Message:
+        """Counts the body, whose length a chunked request does not announce."""
+        message = await self._receive()
+        if message["type"] == "http.request":
+            self._body_bytes += len(message.get("body", b""))
+            if self._body_bytes > self._max_body_bytes:
+                await self._discard(message)
+                error = _too_large(self._max_body_bytes)
+                raise HTTPException(error.http_status, str(error))
+        return message
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            message["headers"] = [*message.get("headers", ()), (b"x-request-id", self.request_id.encode())]
+        await self._send(message)
+
+    async def refuse(self, error: ExpertServeError, scope: Scope) -> None:
+        if error.http_status == 413:
+            await self._discard({"type": "http.request", "body": b"", "more_body": True})
+        headers = dict(_challenge(error))
+        await error_response(error, headers)(scope, self._receive, self.send)
+
+    async def _discard(self, message: Message) -> None:
+        discarded = 0
+        while message.get("more_body") and discarded < _DISCARD_BYTES:
+            message = await self._receive()
+            discarded += len(message.get("body", b""))
+
+
+def _challenge(error: ExpertServeError) -> Iterable[tuple[str, str]]:
+    return [("www-authenticate", "Bearer")] if error.http_status == 401 else []
