@@ -15,10 +15,13 @@ from expertserve import log
 from expertserve.config import Settings
 from expertserve.data import model_path
 from expertserve.engine.engine import Engine
-from expertserve.experts.lane import ExpertLane, LaneSettings
+from expertserve.experts.lane import ExpertLane
+from expertserve.experts.memory import available_memory
+from expertserve.experts.opening import LaneSettings
 from expertserve.experts.stats import ExpertStats
 from expertserve.gguf.file import GGUFFile
 from expertserve.models.forward import Forward
+from expertserve.models.model import Model
 from expertserve.models.registry import load_model as describe_model
 from expertserve.ops.base import KVType
 from expertserve.ops.factory import make_backend
@@ -26,6 +29,7 @@ from expertserve.text.chat_template import ChatTemplate
 from expertserve.text.tokenizer import Tokenizer
 
 DEFAULT_CONTEXT = 8192
+LEAST_CONTEXT = 512
 KV_BUCKET = 256
 
 
@@ -52,43 +56,89 @@ class LoadedModel:
 
 def load_model(settings: Settings, stats: ExpertStats) -> LoadedModel:
     """Opens, checks and loads the model that `settings` name, and starts its engine."""
+    logger = log.get_logger(__name__)
     file = GGUFFile.open(model_path(settings.model))
     model = describe_model(file)
     tokenizer = Tokenizer.from_gguf(file)
     override = None if settings.chat_template is None else settings.chat_template.read_text(encoding="utf-8")
     template = ChatTemplate.from_gguf(file, tokenizer, override)
-    context = settings.ctx or min(model.hp.context_length, DEFAULT_CONTEXT)
     with ExitStack() as opened:
         backend = make_backend(settings.device, threads=settings.threads, flash_attention=settings.flash_attn)
         opened.callback(backend.close)
         dense = model.dense_weights()
         backend.check(dense, model.towers.values())
-        lane = ExpertLane.open(file, model.towers, model.hp.top_k, _lane_settings(settings), stats)
+        memory = available_memory()
+        left = memory.nbytes - memory.reserve_bytes - sum(info.nbytes for info in dense)
+        kv_type = KVType(settings.kv_type)
+        context = settings.ctx or _default_context(model, kv_type, left)
+        cells = -(-context // KV_BUCKET) * KV_BUCKET
+        lane = ExpertLane.open(
+            file,
+            model.towers,
+            model.hp.top_k,
+            _lane_settings(settings),
+            stats,
+            available_bytes=left - kv_bytes(model, kv_type, cells),
+        )
         opened.callback(lane.close)
-        with _progress("loading weights", sum(info.nbytes for info in dense)) as advance:
+        for warning in lane.warnings:
+            logger.warning(warning)
+        with _progress("dense weights", sum(info.nbytes for info in dense)) as advance:
             backend.load_weights(dense, file.read_tensor, advance)
         forward = Forward(
             model,
             backend,
             lane,
             max_rows=max(settings.chunk, settings.parallel),
-            kv_cells=-(-context // KV_BUCKET) * KV_BUCKET,
-            kv_type=KVType(settings.kv_type),
+            kv_cells=cells,
+            kv_type=kv_type,
             min_outputs=settings.parallel,
         )
         forward.prepare()
+        _warm_up(lane)
         engine = Engine(forward, tokenizer, parallel=settings.parallel, context=context, chunk=settings.chunk)
         opened.pop_all()
     engine.start()
-    log.get_logger(__name__).info(
-        "model ready", model=file.paths[0].name, context=engine.context, kv_mib=forward.kv_bytes >> 20
-    )
+    logger.info("model ready", model=file.paths[0].name, context=engine.context, slots=lane.plan.reason)
     return LoadedModel(_name(file, settings.model), file, tokenizer, template, forward, engine)
+
+
+def kv_bytes(model: Model, kv_type: KVType, cells: int) -> int:
+    """Bytes of a KV cache of `cells` tokens."""
+    return cells * sum(kv_type.row_bytes(kv.num_heads * (kv.k_dim + kv.v_dim)) for kv in model.kv_layouts())
+
+
+def _default_context(model: Model, kv_type: KVType, left: int) -> int:
+    """The model's context, but at most DEFAULT_CONTEXT and a quarter of the memory that the dense part leaves."""
+    context = min(model.hp.context_length, DEFAULT_CONTEXT)
+    while context > LEAST_CONTEXT and kv_bytes(model, kv_type, context) > left // 4:
+        context //= 2
+    return context
+
+
+def _warm_up(lane: ExpertLane) -> None:
+    total = lane.plan.total_slots
+    slot_bytes = lane.plan.arena_bytes // total
+    with _progress("experts", lane.plan.arena_bytes) as advance:
+        done = 0
+
+        def progress(experts: int, _: int) -> None:
+            nonlocal done
+            advance((experts - done) * slot_bytes)
+            done = experts
+
+        lane.warm_up(progress)
 
 
 def _lane_settings(settings: Settings) -> LaneSettings:
     return LaneSettings(
-        device=settings.device, budget=settings.expert_cache, reader=settings.reader, threads=settings.io_threads
+        device=settings.device,
+        budget=settings.expert_cache,
+        reader=settings.reader,
+        threads=settings.io_threads,
+        lookahead=settings.lookahead,
+        profile=settings.profile,
+        trace=settings.trace,
     )
 
 

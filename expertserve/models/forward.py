@@ -27,11 +27,17 @@ LOGIT_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
-    """A stretch of the forward that runs without the host, and the layer whose experts follow it (None: the head)."""
+    """A stretch of the forward that runs without the host.
+
+    Attributes:
+        layer: the layer whose experts follow it; None for the head.
+        guess: it also guesses the next layer's experts.
+    """
 
     name: str
     build: Callable[[Graph], None]
     layer: int | None
+    guess: bool
 
 
 class Forward:
@@ -70,6 +76,8 @@ class Forward:
         self._allocate_buffers()
         self._kernels = self._make_kernels()
         self._segments = self._make_segments()
+        last = model.hp.num_layers - 1
+        self._guessing = [self._segment(i, guess=i < last) for i in range(len(self._segments))]
 
     def _allocate_buffers(self) -> None:
         hp, rows = self.model.hp, self.max_rows
@@ -82,6 +90,7 @@ class Forward:
             "residual": ((rows, hp.hidden), np.float32),
             "ffn_input": ((rows, hp.hidden), np.float32),
             "router": ((rows, hp.num_experts), np.float32),
+            "guess": ((rows, hp.num_experts), np.float32),
             "expert_weights": ((rows, hp.top_k), np.float32),
             "expert_out": ((rows * hp.top_k, hp.hidden), np.float32),
             "logits": ((self.max_outputs, self.vocab_size), np.float32),
@@ -111,15 +120,21 @@ class Forward:
         missing = [layer for layer in range(last) if layer not in self.model.towers]
         if missing:
             raise UnsupportedModelError(f"layer {missing[0]} has no routed experts")
-        return [
-            _Segment(f"segment.{i}", partial(self._build_segment, index=i), i if i < last else None)
-            for i in range(last + 1)
-        ]
+        return [self._segment(i, guess=False) for i in range(last + 1)]
 
-    def _build_segment(self, g: Graph, index: int) -> None:
+    def _segment(self, index: int, *, guess: bool) -> _Segment:
+        last = self.model.hp.num_layers
+        return _Segment(
+            f"segment.{index}{'.guess' if guess else ''}",
+            partial(self._build_segment, index=index, guess=guess),
+            index if index < last else None,
+            guess,
+        )
+
+    def _build_segment(self, g: Graph, index: int, guess: bool) -> None:
         x = self.model.embed(g) if index == 0 else self.model.join(g)
         if index < self.model.hp.num_layers:
-            self.model.front(g, index, x)
+            self.model.front(g, index, x, guess=guess)
         else:
             g.store("logits", self.model.head(g, x))
 
@@ -149,7 +164,8 @@ class Forward:
             backend.host("outputs")[:n] = batch.outputs
             backend.begin_batch(rows, batch.mask, n)
             router, weights = backend.host("router")[:rows], backend.host("expert_weights")[:rows]
-            for segment in self._segments:
+            guess = backend.host("guess")[:rows]
+            for segment in self._guessing if lane.wants_guesses else self._segments:
                 if segment.layer is None and n == 0:
                     break
                 backend.compile(segment.name, segment.build).run()
@@ -157,6 +173,8 @@ class Forward:
                     ids, weights[:] = route(router, self.model.router)
                     kernel = self._kernels[segment.layer]
                     kernel.begin(rows)
+                    if segment.guess:
+                        lane.look_ahead(segment.layer + 1, route(guess, self.model.router)[0])
                     lane.run_layer(segment.layer, ids, kernel)
         logits: NDArray[np.float32] = backend.host("logits")[:n]
         return logits

@@ -75,17 +75,27 @@ class Model(ABC):
     def attention(self, g: Graph, layer: int, x: Tensor) -> Tensor:
         """The attention block's output [rows, hidden] for normalised input x."""
 
-    def front(self, g: Graph, layer: int, x: Tensor) -> None:
-        """Everything of a layer before its routed experts; leaves `residual`, `ffn_input`, `router` (and `shared`)."""
+    def front(self, g: Graph, layer: int, x: Tensor, *, guess: bool = False) -> None:
+        """Everything of a layer before its routed experts; leaves `residual`, `ffn_input`, `router` (and `shared`).
+
+        With `guess` it also leaves in `guess` what the next layer's router makes of this layer's hidden state.
+        """
         p = f"blk.{layer}."
         attended = self.attention(g, layer, g.rms_norm(x, p + "attn_norm.weight", self.hp.eps))
         residual = g.add(attended, x)
         ffn_input = g.rms_norm(residual, p + "ffn_norm.weight", self.hp.eps)
         g.store("residual", residual)
         g.store("ffn_input", ffn_input)
-        g.store("router", g.linear(ffn_input, p + "ffn_gate_inp.weight"))
+        g.store("router", self.router_logits(g, layer, ffn_input))
         if self.has_shared_expert:
             g.store("shared", self.shared_expert(g, layer, ffn_input))
+        if guess:
+            expected = g.rms_norm(residual, f"blk.{layer + 1}.ffn_norm.weight", self.hp.eps)
+            g.store("guess", self.router_logits(g, layer + 1, expected))
+
+    def router_logits(self, g: Graph, layer: int, x: Tensor) -> Tensor:
+        """The router's logits [rows, experts] for the experts' input x."""
+        return g.linear(x, f"blk.{layer}.ffn_gate_inp.weight")
 
     def shared_expert(self, g: Graph, layer: int, x: Tensor) -> Tensor:
         """The shared expert's output [rows, hidden]; asked for only where `has_shared_expert`."""

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from expertserve.experts.lane import ExpertLane, LaneSettings
+from expertserve.experts.lane import ExpertLane
+from expertserve.experts.opening import LaneSettings
 from expertserve.experts.stats import ExpertStats
 from expertserve.gguf.file import GGUFFile
 from expertserve.models.batch import Batch

@@ -1,7 +1,7 @@
 """The oracle fixtures, and the rule by which logits are compared with them.
 
-The rule is that of the fixtures' README: the median over positions of a position's relative error, beside llama.cpp's own
-error on the same file; positions whose error is over ten times the median (a router's choice flipped by rounding) are
+The rule is that of the fixtures' README: the median over positions of a position's relative error, beside llama.cpp's
+own error on the same file; positions whose error is over ten times the median (a flipped router) are
 counted apart.
 """
 
@@ -79,7 +79,7 @@ def assert_parity(logits: NDArray[np.float32], ref: Reference, factor: float, po
 
 
 def assert_greedy(tokens: list[int], gaps: list[float], ref: Reference) -> None:
-    """Fails where greedy tokens leave llama.cpp's other than at a near-tie (top-2 gap under 1e-3), up to which it compares."""
+    """Fails where greedy tokens leave llama.cpp's before a near-tie (top-2 gap under 1e-3)."""
     for position, (ours, peers) in enumerate(zip(tokens, ref.greedy.tolist(), strict=True)):
         if ours != peers:
             assert gaps[position] < 1e-3, f"token {position} is {ours}, llama.cpp's is {peers}, gap {gaps[position]}"
