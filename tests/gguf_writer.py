@@ -144,10 +144,9 @@ def make_tiny_moe(
     per_file = -(-len(tensors) // split) if split > 1 else 0
     if per_file and -(-len(tensors) // per_file) != split:
         raise ValueError(f"{len(tensors)} tensors do not divide into {split} files")
-    writer = gguf.GGUFWriter(path, arch, split_max_tensors=per_file)
+    writer = _Writer(path, arch, split_max_tensors=per_file)
     if alignment != 32:
         writer.add_custom_alignment(alignment)
-        writer.data_alignment = alignment
     shapes.add_metadata(writer, top_k, context)
     _add_tokenizer(writer, tokenizer, vocab, pre or {"olmoe": "olmo"}.get(arch, "qwen2"))
     if chat_template is not None:
@@ -166,6 +165,16 @@ def make_tiny_moe(
     writer.write_tensors_to_file()
     writer.close()
     return path.with_name(f"{path.stem}-00001-of-{split:05d}.gguf") if split > 1 else path
+
+
+class _Writer(gguf.GGUFWriter):
+    """Says the alignment in every split, where the base says it in the first and pads them all to it."""
+
+    def add_shard_kv_data(self) -> None:
+        super().add_shard_kv_data()
+        if (alignment := self.kv_data[0].get("general.alignment")) is not None:
+            for keys in self.kv_data[1:]:
+                keys["general.alignment"] = alignment
 
 
 def _type_name(types: Mapping[str, str], role: str) -> str:

@@ -95,7 +95,7 @@ class Cursor:
         self.count_elements(count, 8, what)
         values: list[str] = []
         read, from_bytes = self._file.read, int.from_bytes
-        append, at, end = values.append, self.at, self._end
+        append, at, end, length = values.append, self.at, self._end, 0
         try:
             for _ in range(count):
                 length = from_bytes(read(8), "little")
@@ -104,10 +104,13 @@ class Cursor:
                     break
                 append(read(length).decode())
         except UnicodeDecodeError:
-            self.fail(f"element {len(values)} of {what} is not valid UTF-8", at=at)
+            self.fail(f"element {len(values)} of {what} is not valid UTF-8", at=at - length)
         except OSError as error:
             self.fail(f"cannot read {what}: {error.strerror}", "check the disk", at=at)
+        if at > end:
+            self.at = min(at - length, end)
+            self.need(length, f"element {len(values)} of {what}")
         if at > end or self._file.tell() != at:
-            self.fail(f"element {len(values)} of {what} reaches past the end", at=min(at, end))
+            self.fail(f"the file ended inside {what}")
         self.at = at
         return values

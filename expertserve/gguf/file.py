@@ -51,8 +51,9 @@ class GGUFFile:
             count = split_count(parts[0].header.metadata, path)
             if count > 1:
                 paths = split_paths(path, count)
-                parts.extend(_Part(p, index) for index, p in enumerate(paths))
-                parts.pop(0).close()
+                parts.pop().close()
+                for index, split in enumerate(paths):
+                    parts.append(_Part(split, index))
                 check_splits(paths, [part.header for part in parts])
             return cls(parts)
         except BaseException:
@@ -135,7 +136,7 @@ class _Part:
             self.file = io.FileIO(path)
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
-            raise GGUFError(f"{shown(str(path), 500)[1:-1]}: cannot be opened: {reason}; check the path") from error
+            raise GGUFError(f"{path}: cannot be opened: {reason}; check the path") from error
         try:
             status = os.fstat(self.file.fileno())
             self.fingerprint = _fingerprint(path, status)

@@ -25,14 +25,17 @@ def read_at(file: io.FileIO, out: memoryview, offset: int) -> int:
     return done
 
 
+def seek_and_read(file: io.FileIO, out: memoryview, offset: int) -> int:
+    """One read at `offset` on systems that have no positional read into a buffer."""
+    with _seek_lock:
+        file.seek(offset)
+        return file.readinto(out) or 0
+
+
 if hasattr(os, "preadv"):
 
     def _read_once(file: io.FileIO, out: memoryview, offset: int) -> int:
         return os.preadv(file.fileno(), [out], offset)
 
 else:
-
-    def _read_once(file: io.FileIO, out: memoryview, offset: int) -> int:
-        with _seek_lock:
-            file.seek(offset)
-            return file.readinto(out) or 0
+    _read_once = seek_and_read
