@@ -1,0 +1,136 @@
+"""A conversation on the terminal, over an engine that answers at once."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from expertserve.config import Settings
+from expertserve.engine.request import ErrorEvent, Event, FinishEvent, Request, Timings, TokenEvent, Usage
+from expertserve.errors import ConfigError, ExpertReadError
+from expertserve.experts.stats import ExpertStats
+from expertserve.terminal import Conversation, _chat, run
+
+
+@dataclass
+class FakeEngine:
+    """Answers each prompt with `words`; ends with `error` where there is one, or not at all before it is cancelled."""
+
+    words: list[str] = field(default_factory=lambda: ["one", " two"])
+    error: ExpertReadError | None = None
+    hangs: bool = False
+    requests: list[Request] = field(default_factory=list)
+    cancelled: list[str] = field(default_factory=list)
+
+    def submit(self, request: Request, /) -> None:
+        self.requests.append(request)
+        for number, word in enumerate(self.words):
+            request.on_event(TokenEvent(number, word, None))
+        if self.error is not None:
+            request.on_event(ErrorEvent(self.error))
+        elif not self.hangs:
+            request.on_event(self._end("stop"))
+
+    def cancel(self, request_id: str, /) -> None:
+        self.cancelled.append(request_id)
+        self.requests[-1].on_event(self._end("cancelled"))
+
+    def _end(self, reason: Any) -> Event:
+        usage = Usage(prompt_tokens=10, completion_tokens=len(self.words), cached_tokens=4)
+        return FinishEvent(reason, "!", usage, Timings(0.0, 100.0, 50.0, 100.0))
+
+
+class FakeText:
+    def encode(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
+        return [ord(letter) for letter in text]
+
+    def render(self, messages: list[dict[str, Any]]) -> str:
+        return "".join(f"<{message['role']}>{message['content']}" for message in messages)
+
+
+@dataclass
+class FakeModel:
+    engine: FakeEngine
+    tokenizer: FakeText = field(default_factory=FakeText)
+    template: FakeText = field(default_factory=FakeText)
+
+    def prompts(self) -> list[str]:
+        return ["".join(map(chr, request.prompt)) for request in self.engine.requests]
+
+
+def conversation(engine: FakeEngine, **settings: Any) -> tuple[Conversation, FakeModel, io.StringIO]:
+    model, out = FakeModel(engine), io.StringIO()
+    return Conversation(model, Settings(**settings), out), model, out  # type: ignore[arg-type]
+
+
+def test_an_answer_becomes_part_of_the_next_prompt() -> None:
+    talk, model, out = conversation(FakeEngine(), system="be brief")
+    talk.answer("hi")
+    talk.answer("more")
+    assert out.getvalue() == "one two!" * 2
+    assert model.prompts()[1] == "<system>be brief<user>hi<assistant>one two!<user>more"
+
+
+def test_raw_gives_the_prompt_as_it_is() -> None:
+    talk, model, _ = conversation(FakeEngine(), raw=True)
+    talk.answer("def f():")
+    assert model.prompts() == ["def f():"]
+
+
+def test_sampling_settings_reach_the_request() -> None:
+    talk, model, _ = conversation(FakeEngine(), temperature=0.25, top_k=7, stop=("x",), max_tokens=3, seed=5)
+    talk.answer("hi")
+    params = model.engine.requests[0].params
+    assert (params.temperature, params.top_k, params.stop, params.max_tokens, params.seed) == (0.25, 7, ("x",), 3, 5)
+
+
+def test_summary_counts_what_was_computed() -> None:
+    talk, _, _ = conversation(FakeEngine())
+    talk.answer("hi")
+    assert talk.totals.line() == ("prompt: 6 tokens (4 more reused), 60.0 tok/s; answer: 2 tokens, 20.0 tok/s")
+
+
+def test_failed_answer_raises_its_error() -> None:
+    talk, model, out = conversation(FakeEngine(error=ExpertReadError("disk")))
+    with pytest.raises(ExpertReadError):
+        talk.answer("hi")
+    assert out.getvalue() == "one two" and not model.engine.cancelled
+
+
+def test_empty_prompt_is_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(" \n"))
+    for prompt in (None, ""):
+        with pytest.raises(ConfigError, match="prompt is empty"):
+            run(Settings(model="/nonexistent"), ExpertStats(), prompt)
+
+
+class Interrupting(io.StringIO):
+    """Stands for a user who presses Ctrl-C at the second word."""
+
+    def write(self, text: str) -> int:
+        if text == " two":
+            raise KeyboardInterrupt
+        return super().write(text)
+
+
+def test_interrupted_answer_is_cancelled_and_the_chat_goes_on_from_what_was_read(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = FakeEngine(hangs=True)
+    model = FakeModel(engine)
+    talk = Conversation(model, Settings(), Interrupting())  # type: ignore[arg-type]
+    lines = iter(["first", "  ", "second"])
+
+    def line(_: str) -> str:
+        try:
+            return next(lines)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr("builtins.input", line)
+    _chat(talk)
+    assert engine.cancelled == [request.id for request in engine.requests]
+    assert model.prompts() == ["<user>first", "<user>first<assistant>one two<user>second"]
