@@ -78,7 +78,8 @@ def preload(
         if not pool.in_flight:
             break
         for fill in pool.collect(wait=True):
-            failure = fill.settle(fill) or failure
+            error = fill.settle(fill)
+            failure = failure or error
             done += 1
         if progress is not None:
             progress(done, len(wanted))

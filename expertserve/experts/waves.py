@@ -119,7 +119,7 @@ class Waves:
             if group is not None and error is None:
                 ready.append(group)
             elif group is not None:
-                failure = error
+                failure = failure or error
         if failure is not None:
             raise failure
         groups = np.sort(np.array(ready, np.int64))
