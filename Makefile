@@ -21,7 +21,7 @@ $(VENV)/.installed: pyproject.toml $(wildcard setup.py) $(NATIVE)
 setup: $(VENV)/.installed ## make .venv with the package and the tools of development
 
 demo: setup ## answer a prompt from the embedded model
-	$(BIN)/expertserve run demo --prompt "Why is the sky blue?" --max-tokens 32 --seed 1
+	$(BIN)/expertserve run demo --prompt "Why is the sky blue?" --max-tokens 32 --seed 1 --stats-every 0
 
 test: setup ## run the tests that need no GPU
 	$(BIN)/python -m pytest -m "not gpu"
