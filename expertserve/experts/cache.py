@@ -61,7 +61,6 @@ class ExpertSlotCache:
         self.decay = decay
         self.increment = 1.0
         self.clock = 0
-        self.evictions = 0
         self.slot_of = np.full(total, NO_SLOT, np.int32)
         self.pins = np.zeros(total, np.int32)
         self.hotness = np.zeros(total, np.float64)
@@ -83,9 +82,6 @@ class ExpertSlotCache:
     def resident(self, key: int) -> bool:
         """Whether the key's bytes are whole and in a slot; does not touch the order."""
         return self.slot_of[key] != NO_SLOT and key not in self._loading
-
-    def loading(self, key: int) -> bool:
-        return key in self._loading
 
     @property
     def resident_count(self) -> int:
@@ -111,7 +107,6 @@ class ExpertSlotCache:
                 return None
             slot = int(self.slot_of[evicted])
             self.slot_of[evicted] = NO_SLOT
-            self.evictions += 1
         self.slot_of[key] = slot
         self._key_in[slot] = key
         self._loading.add(key)
@@ -177,11 +172,11 @@ class ExpertSlotCache:
         """Present hotness of every key, the pending selections of the open step left out."""
         return self.hotness / self.increment
 
-    def seed(self, hotness: NDArray[np.float64]) -> None:
+    def seed(self, keys: slice, hotness: NDArray[np.float64]) -> None:
         """Starts from known hotness (of a profile); only before anything was selected or filled."""
         if self.clock or len(self._free) != self.slot_count:
             raise ValueError("hotness can be seeded only before the first step and fill")
-        self.hotness[:] = hotness
+        self.hotness[keys] = hotness
 
     def _settle(self) -> None:
         """Applies pending selections: once per key and step, however often it was selected."""

@@ -77,7 +77,7 @@ class ExpertLane:
         self._busy_before = 0.0
         for table in self._tables.values():
             if table.layer in parts.hotness:
-                table.cache.hotness[table.keys] = parts.hotness[table.layer]
+                table.cache.seed(table.keys, parts.hotness[table.layer])
         announce(stats, parts, settings)
 
     @classmethod

@@ -21,13 +21,12 @@ def zipf(steps: int, seed: int = 0) -> Requests:
     rng = np.random.default_rng(seed)
     weights = 1 / np.arange(1, 17) ** 1.2
     order = [rng.permutation(16) for _ in range(2)]
-    chosen = [
-        [
-            list(16 * layer + order[layer][rng.choice(16, 3, replace=False, p=weights / weights.sum())])
-            for layer in (0, 1)
-        ]
-        for _ in range(steps)
-    ]
+
+    def choice(layer: int) -> list[int]:
+        ranks = rng.choice(16, 3, replace=False, p=weights / weights.sum())
+        return list(16 * layer + order[layer][ranks])
+
+    chosen = [[choice(0), choice(1)] for _ in range(steps)]
     return requests(*chosen, num_keys=32)
 
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from expertserve.errors import CapacityError
 from expertserve.experts.batch import SlotBatch
+from expertserve.experts.lane import ExpertLane, LaneSettings
 from expertserve.experts.stats import ExpertStats
 from expertserve.experts.step import StepError
-from tests.experts.worlds import FakeDisk, make_world, open_lane, row
+from expertserve.gguf.file import GGUFFile
+from expertserve.gguf.spans import find_towers
+from expertserve.values import ExpertBudget
+from tests.experts.worlds import FakeDisk, World, make_world, open_lane, row
 
 
 @pytest.mark.parametrize("slots", [2, 5, 12, 24])
@@ -230,6 +235,32 @@ def test_two_models_in_one_process_share_no_expert() -> None:
             with second.step(decode_rows=1, prefill_rows=0):
                 other.run(second, 0, row(1, 2))
         assert stats.total().misses == 4 and stats.total().steps == 4
+
+
+def test_the_same_file_opened_again_has_towers_of_its_own(tiny_moe: Path) -> None:
+    seen: set[int] = set()
+    for _ in range(30):
+        with GGUFFile.open(tiny_moe) as file:
+            uids = {tower.uid for tower in find_towers(file).values()}
+        assert len(uids) == 2 and not uids & seen
+        seen |= uids
+
+
+@pytest.mark.parametrize("mode", ["direct", "buffered", "mmap"])
+def test_a_real_model_streams_the_bytes_its_spans_name(tiny_moe: Path, mode: str) -> None:
+    with GGUFFile.open(tiny_moe) as file:
+        towers = find_towers(file)
+        world = World(towers, [path.read_bytes() for path in file.paths])
+        settings = LaneSettings(budget=ExpertBudget("slots", 6), reader=mode)
+        stats = ExpertStats(every=0, emit=lambda line: None)
+        lane = ExpertLane.open(file, towers, 2, settings, stats, available_bytes=1 << 30)
+        rng = np.random.default_rng(0)
+        for tokens in (1, 1, 20, 1):
+            with lane.step(decode_rows=tokens, prefill_rows=0):
+                for layer in towers:
+                    world.run(lane, layer, np.argsort(rng.random((tokens, 8)), axis=1)[:, :2].astype(np.int32))
+        assert stats.total().exhausted == 0 and stats.read_mode == mode
+        lane.close()
 
 
 def test_prefill_does_not_flush_what_decode_uses() -> None:
