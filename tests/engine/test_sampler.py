@@ -75,22 +75,22 @@ def test_draws_follow_the_filtered_distribution(name: str, vocab_size: int) -> N
     params = FILTERS[name]
     logits = (np.random.default_rng(0).standard_normal(vocab_size) * 2).astype(np.float32)
     sampler = Sampler(params)
-    draws = [sampler.sample(logits, EMPTY) for _ in range(5000)]
+    draws = [sampler.sample(logits, EMPTY) for _ in range(3000)]
     counts = np.bincount(draws, minlength=vocab_size)
     assert chi_square_is_plausible(counts, distribution(logits, params))
 
 
 def test_the_chi_square_check_can_fail() -> None:
     logits = (np.random.default_rng(0).standard_normal(40) * 2).astype(np.float32)
-    sampler = Sampler(SamplingParams(seed=1, temperature=1.1))
-    counts = np.bincount([sampler.sample(logits, EMPTY) for _ in range(5000)], minlength=40)
+    sampler = Sampler(SamplingParams(seed=1, temperature=1.25))
+    counts = np.bincount([sampler.sample(logits, EMPTY) for _ in range(3000)], minlength=40)
     assert not chi_square_is_plausible(counts, distribution(logits, SamplingParams()))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     st.integers(0, 2**32),
-    st.sampled_from([1, 2, 30, 200, 5000, 40000]),
+    st.sampled_from([1, 2, 30, 200, 5000, 20000]),
     st.sampled_from([0.01, 0.5, 3.0, 20.0]),
     st.sampled_from([0, 1, 5, 300]),
     st.sampled_from([0.0, 0.3, 0.9, 0.999, 1.0]),

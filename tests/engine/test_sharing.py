@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from expertserve.engine import scheduler
 from expertserve.engine.prefix import PrefixCache, common_prefix
 from expertserve.engine.request import SamplingParams
 from expertserve.kv.cache import KVCells
@@ -141,6 +142,23 @@ def test_preemption_in_the_middle_of_a_prompt_changes_nothing(make_rig: MakeRig,
     assert_nothing_leaks(rig.engine)
 
 
+def test_a_preempted_sequence_loses_the_row_it_already_had_in_the_step(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # the memory for logits holds an old prompt back, so a newer request decodes beside it and takes its room
+    monkeypatch.setattr(scheduler, "LOGITS_BYTES", 3 * 97 * 4)
+    rig = make_rig(cells=256, context=256, parallel=2)
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, prompt_logprobs=0)
+    old, new = Client("old", prompt(1, 200), params), Client("new", prompt(2, 5), greedy(100))
+    for client in (old, new):
+        rig.engine.submit(client.request)
+    run_to_end(rig.engine)
+    assert rig.engine.snapshot()["preemptions"] > 0 and old.finish is not None
+    for client in (old, new):
+        assert_got(client, rig.oracle.expect(client.request.prompt, client.request.params))
+    assert_nothing_leaks(rig.engine)
+
+
 def test_cancelling_frees_all_cells_before_the_next_step(make_rig: MakeRig) -> None:
     rig = make_rig(parallel=2)
     clients = [Client(str(i), prompt(i, 40), greedy(100)) for i in range(3)]
@@ -189,6 +207,18 @@ def test_a_prefix_that_another_covers_is_not_kept_twice() -> None:
     assert (cache.tokens, 256 - kv.free, cache.evictable) == (30, 30, 30)
     cache.clear()
     assert kv.free == 256
+
+
+def test_a_prefix_in_use_outlives_one_that_is_not() -> None:
+    kv = KVCells(256)
+    cache = PrefixCache(kv)
+    used, unused = np.arange(100, dtype=np.int32), np.arange(100, 200, dtype=np.int32)
+    for tokens in (used, unused):
+        cache.add(tokens, kv.allocate(100))
+    cache.give_back(cache.take(used, 50, ()))
+    cache.reclaim(156)
+    assert len(cache.take(used, 100, ())) == 100
+    assert len(cache.take(unused, 100, ())) == 0
 
 
 def test_reclaiming_frees_shared_ends_only_when_every_holder_is_gone() -> None:
