@@ -123,14 +123,6 @@ _DEEPSEEK3 = PreTokenizer((r"\p{N}{1,3}", _CJK, _PUNCTUATED))
 _GPT4O_WORDS = PreTokenizer((_GPT4O,))
 _GLM = PreTokenizer((_LLAMA3,), default_bos=False)
 _GEMMA4 = PreTokenizer((_NEWLINE_RUNS,), byte_level=False, whole_newlines=True, force_bos=True)
-_BAILING = PreTokenizer(
-    (
-        _words(
-            contraction=r"'(?:[sSdDmMtT]|[lL][lL]|[vV][eE]|[rR][eE])|",
-            newlines=r"\s*[\r\n]",
-        ),
-    )
-)
 _FROM_RIGHT_UNCASED = PreTokenizer((_DIGITS_FROM_RIGHT, _UNCASED))
 
 _BY_PRETOKENIZER: tuple[tuple[PreTokenizer, str], ...] = (
@@ -141,7 +133,11 @@ _BY_PRETOKENIZER: tuple[tuple[PreTokenizer, str], ...] = (
     (_LLAMA3_BPE, "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano"),
     (_LLAMA3_PLAIN, "dbrx smaug-bpe"),
     (_GLM, "glm4 chatglm-bpe glm5"),
-    (_QWEN2_WORDS, "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2"),
+    (
+        _QWEN2_WORDS,
+        "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2 bailingmoe bailingmoe2 "
+        "llada-moe",
+    ),
     (PreTokenizer((_words(r"[\p{L}\p{M}]+", symbols=r"[^\s\p{L}\p{M}\p{N}]+[\r\n]*"),)), "qwen35"),
     (
         _GPT2_WORDS,
@@ -207,7 +203,6 @@ _BY_PRETOKENIZER: tuple[tuple[PreTokenizer, str], ...] = (
         ),
         "k2-horizon",
     ),
-    (_BAILING, "bailingmoe bailingmoe2 llada-moe"),
     (PreTokenizer((_words(symbols=r"[^\s\p{L}\p{N}\r\n]+"),)), "seed-coder"),
     (PreTokenizer((_words(contraction=""),)), "ufakzeka"),
     (PreTokenizer((_NEWLINE_RUNS, _QWEN2)), "laguna"),
@@ -227,7 +222,6 @@ _BY_PRETOKENIZER: tuple[tuple[PreTokenizer, str], ...] = (
     (PreTokenizer((_words(numbers=r"\p{N}{1,3}", spaces=_JAIS_SPACES),)), "jais-2"),
     (PreTokenizer((_BLOOM,)), "bloom gpt3-finnish poro-chat"),
     (PreTokenizer((_BLOOM, r"\p{N}")), "viking"),
-    (PreTokenizer((r"\p{N}+", r"(?=(?:[0-9]{3})+(?![0-9]))")), "superbpe"),
     (
         PreTokenizer(
             (

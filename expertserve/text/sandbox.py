@@ -114,6 +114,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Calls what a template calls, after a look at methods that make text grow."""
         owner = getattr(__obj, "__self__", None)
+        if owner is __self:
+            return __obj(*args)
         if isinstance(owner, str):
             args = __self._check_method(owner, getattr(__obj, "__name__", ""), args)
         return super().call(__context, __obj, *args, **kwargs)

@@ -50,6 +50,12 @@ class LlamaCpp:
         """Returns the bytes of every token; of special ones only if asked."""
         return [base64.b64decode(piece) for piece in self._call("pieces", special=special)]
 
+    def classes(self) -> list[int] | None:
+        """Returns llama.cpp's class bits of every code point; None where this build does not tell."""
+        reply = self._call("classes")
+        assert reply is None or isinstance(reply, list)
+        return reply
+
     def _call(self, call: str, **arguments: Any) -> Any:
         process = self._process
         assert process.stdin is not None and process.stdout is not None

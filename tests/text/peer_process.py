@@ -96,6 +96,14 @@ class Peer:
             output.append(base64.b64encode(text.raw[:length]).decode())
         return output
 
+    def classes(self) -> list[int] | None:
+        """Returns the class bits of every code point, or None where the library keeps them to itself."""
+        flags = getattr(self._lib, "_Z26unicode_cpt_flags_from_cptj", None)
+        if flags is None:
+            return None
+        flags.argtypes, flags.restype = [ctypes.c_uint32], ctypes.c_uint16
+        return [flags(code) for code in range(0x110000)]
+
     def pieces(self, special: bool) -> list[str]:
         output = []
         text = ctypes.create_string_buffer(4096)

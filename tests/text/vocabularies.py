@@ -19,7 +19,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+UNDEFINED, NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(7)
 
 
 @dataclass
@@ -41,6 +41,14 @@ class Vocabulary:
         if self.scores:
             self.scores.append(score)
         return len(self.tokens) - 1
+
+    def set(self, text: str, kind: int) -> int:
+        """Gives the token of that text, which is appended if there is none, another kind; returns its id."""
+        if text not in self.tokens:
+            return self.add(text, kind)
+        id_ = self.tokens.index(text)
+        self.kinds[id_] = kind
+        return id_
 
     def metadata(self, model: str, pre: str | None = None, **extra: Any) -> dict[str, Any]:
         """Returns what a GGUF says of this vocabulary."""
