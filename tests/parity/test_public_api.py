@@ -1,0 +1,123 @@
+"""The same parity, through the door users come in by: a server process, `/v1/completions`, token ids, echo, logprobs."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.parity.oracle import FIXTURES, ORACLE, Reference, outliers, reference, relative_errors
+
+pytestmark = [
+    pytest.mark.shared,
+    pytest.mark.skipif(not FIXTURES, reason="needs the oracle fixtures beside the checkout"),
+]
+
+
+@contextmanager
+def server(model: Path, *flags: str) -> Iterator[str]:
+    """A real server on a free port; yields its URL once it is ready, and sees it end well."""
+    command = [
+        sys.executable,
+        "-m",
+        "expertserve.cli",
+        "serve",
+        str(model),
+        "--port",
+        "0",
+        "--ctx",
+        "512",
+        "--stats-every",
+        "0",
+        *flags,
+    ]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    url = None
+    try:
+        for line in process.stderr:
+            if found := re.search(r"http://[\d.]+:\d+", line):
+                url = found[0]
+            if "model ready" in line:
+                break
+        assert url is not None, "the server did not say where it listens"
+        yield url
+    finally:
+        process.terminate()
+        rest = process.communicate(timeout=60)[1]
+    assert process.returncode == 0
+    assert len(re.findall(r"^\[expert-stream\] steps=\d+", rest, re.MULTILINE)) == 1
+
+
+def ask(url: str, **body: Any) -> dict[str, Any]:
+    """POSTs a completion request and returns its first choice."""
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=120) as response:
+        return json.load(response)["choices"][0]
+
+
+def log_probabilities(choice: dict[str, Any], vocab: int) -> np.ndarray:
+    """[T - 1, vocab]: what the API says of each position's next token."""
+    rows = choice["logprobs"]["top_logprobs"]
+    table = np.full((len(rows) - 1, vocab), np.nan)
+    for i, row in enumerate(rows[1:]):
+        for name, value in row.items():
+            table[i, int(name.removeprefix("token_id:"))] = value
+    return table
+
+
+def centred(table: np.ndarray) -> np.ndarray:
+    """Logits up to the constant that a softmax cannot see."""
+    return np.asarray(table - table.mean(axis=1, keepdims=True))
+
+
+def check_prompt(url: str, ref: Reference, factor: float) -> None:
+    vocab = ref.exact.shape[1]
+    choice = ask(
+        url,
+        prompt=ref.tokens.tolist(),
+        echo=True,
+        logprobs=vocab,
+        max_tokens=0,
+        temperature=0,
+        return_tokens_as_token_ids=True,
+    )
+    exact, peer = centred(ref.exact[:-1].astype(np.float64)), centred(ref.peer[:-1].astype(np.float64))
+    ours = relative_errors(centred(log_probabilities(choice, vocab)), exact)
+    peers = relative_errors(peer, exact)
+    assert np.median(ours) <= factor * np.median(peers)
+    assert outliers(ours) <= outliers(peers) + 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fixture", FIXTURES)
+def test_completions_with_echo_are_as_close_as_llama_cpp(fixture: str) -> None:
+    ref = reference(fixture)
+    with server(ORACLE / fixture, "--kv-type", "f32", "--flash-attn", "off") as url:
+        check_prompt(url, ref, 1.1)
+        choice = ask(
+            url,
+            prompt=ref.tokens.tolist(),
+            logprobs=2,
+            max_tokens=16,
+            temperature=0,
+            ignore_eos=True,
+            return_tokens_as_token_ids=True,
+        )
+        tokens = [int(name.removeprefix("token_id:")) for name in choice["logprobs"]["tokens"]]
+        for position, (token, peer) in enumerate(zip(tokens, ref.greedy.tolist(), strict=True)):
+            if token != peer:
+                best, second = sorted(choice["logprobs"]["top_logprobs"][position].values(), reverse=True)[:2]
+                assert best - second < 1e-3
+                break
