@@ -98,7 +98,7 @@ def run(settings: Settings, stats: ExpertStats, prompt: str | None) -> int:
         prompt = sys.stdin.read()
     if prompt is not None and not prompt.strip():
         raise ConfigError("the prompt is empty: give it with --prompt or on standard input")
-    with closing(load_model(settings, stats)) as model:
+    with closing(load_model(dataclasses.replace(settings, parallel=1), stats)) as model:
         conversation = Conversation(model, settings, sys.stdout)
         try:
             if prompt is None:

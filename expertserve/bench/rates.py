@@ -7,6 +7,7 @@ last line on standard output is one JSON object.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import statistics
@@ -87,7 +88,7 @@ def summary(runs: list[Run]) -> dict[str, float | None]:
 
 def bench(settings: Settings, stats: ExpertStats) -> int:
     """Measures the model that `settings` name and prints the result; returns the exit status."""
-    with closing(load_model(settings, stats)) as model:
+    with closing(load_model(dataclasses.replace(settings, parallel=1), stats)) as model:
         runs = measure_all(
             model.engine,
             model.tokenizer.vocab_size,
