@@ -23,6 +23,8 @@ _STATUS_TYPES = {
     404: "not_found_error",
     429: "rate_limit_error",
 }
+# Fields that hold fields; of others, what follows in a location is a tag of pydantic's or a key the client made up.
+_NESTED = {"messages", "stream_options"}
 
 
 class UnavailableError(ExpertServeError):
@@ -61,9 +63,11 @@ def _field_name(location: Iterable[int | str]) -> str | None:
     """messages[0].content from ("body", "messages", 0, "content", ...), without the tags pydantic adds for unions."""
     name = ""
     for part in list(location)[1:]:
+        if name and name.partition("[")[0] not in _NESTED:
+            break
         if isinstance(part, int):
             name += f"[{part}]" if name else ""
-        elif not part.isidentifier() or part in {"str", "int", "float", "bool"}:
+        elif not part.isidentifier():
             break
         else:
             name += f".{part}" if name else part

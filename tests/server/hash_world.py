@@ -1,0 +1,128 @@
+"""The real engine over a hash model, with a byte tokenizer.
+
+The model's answers are known from `Oracle` without any server. Its forward can be slowed, held or made to fail. The
+tokenizer's tokens are single bytes, so half of what the model says is no UTF-8: texts must survive that.
+"""
+
+from __future__ import annotations
+
+import codecs
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from expertserve.engine.engine import Engine
+from expertserve.engine.request import SamplingParams
+from expertserve.errors import RequestError
+from expertserve.models.batch import Batch
+from expertserve.server.state import ServedModel
+from tests.engine.fakes import Expected, HashForward, Oracle
+
+BOS, EOS, VOCAB = 256, 257, 258
+CONTEXT = 512
+MODEL = "hash-moe"
+
+
+class ByteStream:
+    def __init__(self, tokenizer: ByteTokenizer, skip_special: bool) -> None:
+        self._bytes_of = tokenizer.shown if skip_special else tokenizer.token_bytes
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_id: int) -> str:
+        return self._decoder.decode(self._bytes_of(token_id))
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", True)
+
+
+class ByteTokenizer:
+    """Token i is byte i; BOS is put in front."""
+
+    vocab_size = VOCAB
+    eog_ids = frozenset({EOS})
+
+    def encode(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
+        return [BOS] * add_special + list(text.encode("utf-8", "replace"))
+
+    def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
+        bytes_of = self.shown if skip_special else self.token_bytes
+        return b"".join(map(bytes_of, ids)).decode("utf-8", "replace")
+
+    def token_bytes(self, id: int) -> bytes:
+        return bytes([id]) if id < 256 else {BOS: b"<s>", EOS: b"</s>"}[id]
+
+    def token_text(self, id: int) -> str:
+        return self.token_bytes(id).decode("utf-8", "replace")
+
+    def shown(self, id: int) -> bytes:
+        return self.token_bytes(id) if id < 256 else b""
+
+    def stream(self, *, skip_special: bool = True) -> ByteStream:
+        return ByteStream(self, skip_special)
+
+
+class PlainTemplate:
+    """Prints everything it is given, so that a test sees what arrived."""
+
+    def render(
+        self, messages: Sequence[Any], *, tools: Any = None, add_generation_prompt: bool = True, **kwargs: Any
+    ) -> str:
+        if kwargs.get("fail"):
+            raise RequestError("chat template: asked to fail", param="messages")
+        parts = [f"{message['role']}:{_text(message['content'])}\n" for message in messages]
+        if tools:
+            parts.insert(0, f"tools:{[tool['function']['name'] for tool in tools]}\n")
+        if kwargs:
+            parts.insert(0, f"{kwargs}\n")
+        return "".join(parts) + ("assistant:" if add_generation_prompt else "")
+
+
+def _text(content: Any) -> str:
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+
+class World:
+    """Engine, model and what they should say."""
+
+    def __init__(self, context: int = CONTEXT) -> None:
+        self.tokenizer = ByteTokenizer()
+        self.forward = HashForward(vocab_size=VOCAB, max_rows=64, kv_cells=4096, context_length=context)
+        self.engine = Engine(self.forward, self.tokenizer, parallel=8, context=context, chunk=48)
+        self.oracle = Oracle(self.tokenizer, context, VOCAB)  # type: ignore[arg-type]
+        self.engine.start()
+
+    def served(self) -> ServedModel:
+        return ServedModel(
+            engine=self.engine,
+            tokenizer=self.tokenizer,
+            chat_template=PlainTemplate(),
+            names=(MODEL, "other-name"),
+            context_length=self.engine.context,
+            fingerprint="fp_test",
+            stream_snapshot=lambda: {"about": {"slots": 3}, "phases": {"decode": {"hits": 7}}},
+            close=self.engine.stop,
+        )
+
+    def expect(self, prompt: str | list[int], **params: Any) -> Expected:
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        return self.oracle.expect(ids, SamplingParams(**{"temperature": 0.0, **params}))
+
+    def chat_text(self, content: str, **params: Any) -> str:
+        return self.expect(f"user:{content}\nassistant:", **params).text
+
+    def slow(self, seconds: float) -> None:
+        """Every step takes this long from now on."""
+        self.forward.fault = lambda batch: time.sleep(seconds)
+
+    def fault(self, fault: Callable[[Batch], None]) -> None:
+        self.forward.fault = fault
+
+    def heal(self) -> None:
+        self.forward.fault = lambda batch: None
+
+    def wait_for(self, name: str, value: float, timeout_s: float = 5.0) -> None:
+        """Until the engine's counter `name` is `value`."""
+        deadline = time.monotonic() + timeout_s
+        while (seen := self.engine.snapshot()[name]) != value:
+            assert time.monotonic() < deadline, f"{name} is {seen}, not {value}"
+            time.sleep(0.005)

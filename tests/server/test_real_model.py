@@ -1,0 +1,109 @@
+"""The command `serve` on real files: numbers through the public API, and how the process ends."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+
+from tests.server.worlds import wait_status
+
+CHECKOUT = Path(__file__).parents[2]
+
+
+class Serving:
+    """A process of `expertserve serve`, with what it says on standard error."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        self.lines: list[str] = []
+        self._url: str | None = None
+        self._known = threading.Event()
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.lines.append(line)
+            if found := re.search(r"http://[0-9.:]+", line):
+                self._url = found[0]
+                self._known.set()
+        self._known.set()
+
+    @property
+    def url(self) -> str:
+        self._known.wait(60)
+        assert self._url, "".join(self.lines)
+        return self._url
+
+    def stop(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+        self.process.wait(30)
+        self._reader.join(5)
+
+
+@contextmanager
+def serving(model: Path, *options: str) -> Iterator[Serving]:
+    command = [sys.executable, "-m", "expertserve.cli", "serve", str(model), "--device", "cpu", "--port", "0", *options]
+    with subprocess.Popen(command, cwd=CHECKOUT, stderr=subprocess.PIPE, text=True) as process:
+        serving = Serving(process)
+        try:
+            with httpx.Client(base_url=serving.url) as http:
+                wait_status(http, "ready", timeout_s=60)
+            yield serving
+        finally:
+            process.kill()
+
+
+def test_a_chat_on_a_real_model_then_sigterm_with_one_final_line(tiny_moe: Path) -> None:
+    with serving(tiny_moe, "--alias", "tiny-test") as server:
+        messages: Any = [{"role": "user", "content": "hello"}]
+        ask: Any = {"model": "tiny-test", "messages": messages, "temperature": 0, "max_tokens": 12}
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            whole = client.chat.completions.create(**ask).choices[0].message.content
+            stream = client.chat.completions.create(stream=True, **ask)
+            assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == whole
+        metrics = httpx.get(f"{server.url}/metrics").text
+        assert re.search(r"^expertserve_stream_steps\{phase=\"decode\"\} [1-9]", metrics, re.M)
+        server.stop()
+    assert server.process.returncode == 0, "".join(server.lines)
+    finals = [line for line in server.lines if line.startswith("[expert-stream] steps=")]
+    assert finals and finals[-1] == server.lines[-1]
+    assert not any("Traceback" in line for line in server.lines)
+
+
+@pytest.mark.shared
+def test_logprobs_over_http_are_llama_cpps(oracle_dir: Path) -> None:
+    folder = oracle_dir / "qwen3moe"
+    reference = np.load(folder / "ref.npz")
+    ids = reference["tokens_short"].tolist()
+    logits = reference["lcpp_logits_f16_short"].astype(np.float64)
+    vocab = logits.shape[1]
+    with serving(folder / "model-f16.gguf", "--kv-type", "f32", "--flash-attn", "off") as server:
+        body = {
+            "prompt": ids,
+            "echo": True,
+            "logprobs": vocab,
+            "max_tokens": 1,
+            "temperature": 0,
+            "return_tokens_as_token_ids": True,
+        }
+        lists = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()["choices"][0]["logprobs"]
+    assert lists["tokens"][: len(ids)] == [f"token_id:{id}" for id in ids]
+    got = np.array([[top[f"token_id:{id}"] for id in range(vocab)] for top in lists["top_logprobs"][1:]])
+    expected = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    error = np.linalg.norm(got - expected, axis=1) / np.linalg.norm(expected, axis=1)
+    assert np.median(error) < 2e-3, error
+    assert lists["tokens"][-1] == f"token_id:{int(logits[-1].argmax())}"
