@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 MODEL ?= demo
 NATIVE := $(wildcard expertserve/ops/ggml/*.c expertserve/ops/ggml/*.h)
 
-.PHONY: help setup demo test test-gpu lint type bench docs check clean demo-model
+.PHONY: help setup demo test test-slow test-gpu lint type bench docs check clean demo-model
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1	\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -24,7 +24,10 @@ demo: setup ## answer a prompt from the embedded model
 	$(BIN)/expertserve run demo --prompt "Why is the sky blue?" --max-tokens 32 --seed 1 --stats-every 0
 
 test: setup ## run the tests that need no GPU
-	$(BIN)/python -m pytest -m "not gpu"
+	$(BIN)/python -m pytest -m "not gpu and not slow"
+
+test-slow: setup ## run the tests that take minutes
+	$(BIN)/python -m pytest -m slow
 
 test-gpu: setup ## run the tests that need a GPU
 	$(BIN)/python -m pytest -m gpu

@@ -70,7 +70,9 @@ def load_model(settings: Settings, stats: ExpertStats) -> LoadedModel:
         memory = available_memory()
         left = memory.nbytes - memory.reserve_bytes - sum(info.nbytes for info in dense)
         kv_type = KVType(settings.kv_type)
-        context = settings.ctx or _default_context(model, kv_type, left)
+        context = min(settings.ctx or _default_context(model, kv_type, left), model.hp.context_length)
+        if settings.ctx and settings.ctx > context:
+            logger.warning(f"--ctx {settings.ctx} is more than the model was made for; using its {context}")
         cells = -(-context // KV_BUCKET) * KV_BUCKET
         lane = ExpertLane.open(
             file,

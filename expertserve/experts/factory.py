@@ -17,6 +17,6 @@ def make_slot_store(device: str, slot_count: int, slot_bytes: int, *, huge_pages
         KernelUnavailableError: there is no slot store for that device.
         CapacityError: the memory was refused.
     """
-    if device == "cpu":
+    if device in ("cpu", "reference"):
         return HostExpertSlotStore(slot_count, slot_bytes, huge_pages=huge_pages)
     raise KernelUnavailableError(f"no expert slot store for device {device!r}: use --device cpu")

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gguf
 import numpy as np
 from numpy.typing import NDArray
 
 from expertserve.errors import UnsupportedModelError
-from expertserve.experts.batch import SlotBatch
 from expertserve.gguf.file import TensorInfo
 from expertserve.gguf.spans import ExpertTower
 from expertserve.ops import base
 from expertserve.ops.base import Activation, ExpertShape, KVLayout, KVType, ReadTensor, Rope, RopeStyle, Tensor
+
+if TYPE_CHECKING:
+    from expertserve.experts.batch import SlotBatch
 
 Array = NDArray[np.float32]
 

@@ -10,7 +10,6 @@ import ctypes
 from typing import TYPE_CHECKING
 
 from expertserve.errors import KernelUnavailableError, UnsupportedModelError
-from expertserve.experts.batch import SlotBatch
 from expertserve.gguf.spans import ExpertTower
 from expertserve.ops import base
 from expertserve.ops.base import Activation, ExpertShape
@@ -27,6 +26,7 @@ from expertserve.ops.ggml.library import (
 )
 
 if TYPE_CHECKING:
+    from expertserve.experts.batch import SlotBatch
     from expertserve.ops.ggml.backend import GgmlBackend
 
 STAGES = tuple(kernel(name) for name in ("expert_input", "expert_gate_up", "expert_activation", "expert_down"))
