@@ -68,8 +68,9 @@ class Engine:
         kv_cells: KVCells | None = None,
     ) -> None:
         kv = KVCells(forward.kv_cells) if kv_cells is None else kv_cells
-        if not 0 < parallel <= forward.max_rows:
-            raise ConfigError(f"parallel is {parallel}; it must be 1 to {forward.max_rows}, the rows of one step")
+        most = min(forward.max_rows, forward.max_outputs)
+        if not 0 < parallel <= most:
+            raise ConfigError(f"parallel is {parallel}; it must be 1 to {most}, the rows of one step")
         if chunk <= 0:
             raise ConfigError(f"chunk is {chunk}; it must be at least 1")
         self.context = min(context, forward.context_length, kv.capacity)
@@ -80,7 +81,7 @@ class Engine:
         self._eog = frozenset(tokenizer.eog_ids)
         self._vocab_size = forward.vocab_size
         self._scheduler = Scheduler(
-            kv, parallel=parallel, max_rows=forward.max_rows, chunk=chunk, vocab_size=forward.vocab_size
+            kv, parallel=parallel, max_rows=forward.max_rows, chunk=chunk, max_outputs=forward.max_outputs
         )
         self._builder = BatchBuilder(kv)
         self._sequences: dict[str, Sequence] = {}  # accepted and not ended; written under the lock

@@ -16,12 +16,17 @@ from expertserve.models.batch import Batch
 
 
 class ForwardPass(Protocol):
-    """One forward of a model over one batch; the logits, [outputs, vocab], are valid until the next call."""
+    """One forward of a model over one batch of at most `max_rows` rows and `max_outputs` rows of logits.
+
+    The logits, [outputs, vocab], are valid until the next call.
+    """
 
     @property
     def vocab_size(self) -> int: ...
     @property
     def max_rows(self) -> int: ...
+    @property
+    def max_outputs(self) -> int: ...
     @property
     def kv_cells(self) -> int: ...
     @property

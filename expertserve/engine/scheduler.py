@@ -15,8 +15,6 @@ from expertserve.engine.prefix import PrefixCache
 from expertserve.engine.sequence import Sequence
 from expertserve.kv.cache import KVCells
 
-LOGITS_BYTES = 64 << 20  # most bytes of logits one step may return; prompt log-probabilities shrink their chunks to it
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Work:
@@ -37,7 +35,7 @@ class Work:
 class Scheduler:
     """Continuous batching: all running decodes first, then prompt chunks in order of arrival."""
 
-    def __init__(self, kv: KVCells, *, parallel: int, max_rows: int, chunk: int, vocab_size: int) -> None:
+    def __init__(self, kv: KVCells, *, parallel: int, max_rows: int, chunk: int, max_outputs: int) -> None:
         self.kv = kv
         self.cache = PrefixCache(kv)
         self.queue: deque[Sequence] = deque()
@@ -46,10 +44,11 @@ class Scheduler:
         self._parallel = parallel
         self._max_rows = max_rows
         self._chunk = chunk
-        self._max_outputs = max(1, LOGITS_BYTES // (4 * vocab_size))
+        # Every sequence may need one row of logits to sample from; prompt log-probabilities share what is left.
+        self._max_echo_rows = max(1, max_outputs - parallel)
         self._plan: list[Work] = []
         self._rows_left = 0
-        self._outputs_left = 0
+        self._echo_rows_left = 0
 
     def has_work(self) -> bool:
         return bool(self.running or self.queue)
@@ -57,7 +56,7 @@ class Scheduler:
     def plan(self) -> list[Work]:
         """Chooses the rows of the next step and gives each a cell."""
         self._plan = []
-        self._outputs_left = self._max_outputs
+        self._echo_rows_left = self._max_echo_rows
         for sequence in [s for s in self.running if s.decoding]:
             if sequence in self.running:  # an older one may have preempted it meanwhile
                 self._schedule(sequence, 1, decode=True)
@@ -103,7 +102,7 @@ class Scheduler:
     def _chunk_rows(self, sequence: Sequence) -> int:
         count = min(sequence.pending, self._rows_left)
         if sequence.wants_prompt_logprobs:
-            count = min(count, self._outputs_left if self._plan else max(1, self._outputs_left))
+            count = min(count, self._echo_rows_left)
         return count
 
     def _schedule(self, sequence: Sequence, count: int, *, decode: bool) -> None:
@@ -111,12 +110,14 @@ class Scheduler:
             count = min(count, max(1, self.kv.free + self.cache.evictable))
         if count <= 0 or not self._allocate(sequence, count):
             return
+        echo = sequence.wants_prompt_logprobs
         start, end = sequence.num_cells - count, sequence.num_cells
         work = Work(sequence, start, end, *sequence.outputs(start, end), decode)
         self._plan.append(work)
-        self._outputs_left -= work.num_outputs
         if not decode:
             self._rows_left -= count
+        if echo:
+            self._echo_rows_left -= count
 
     def _allocate(self, sequence: Sequence, count: int) -> bool:
         """Gives a running sequence its next cells: free ones, then cached ones, then those of newer sequences."""
@@ -141,7 +142,6 @@ class Scheduler:
         planned = [work for work in self._plan if work.sequence is sequence]
         for work in planned:
             self._plan.remove(work)
-            self._outputs_left += work.num_outputs
             if not work.decode:
                 self._rows_left += work.end - work.start
         self._give_up_cells(sequence, keep=True)
@@ -156,7 +156,7 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence) -> bool:
         """Starts the head of the queue if all its tokens will fit beside what runs; it preempts nobody."""
-        if self._plan and sequence.wants_prompt_logprobs and self._outputs_left <= 0:
+        if sequence.wants_prompt_logprobs and self._echo_rows_left <= 0:
             return False
         running = ((other.tokens, other.cells) for other in self.running)
         cells = self.cache.take(sequence.tokens, sequence.reusable, running)

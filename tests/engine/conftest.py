@@ -33,10 +33,10 @@ def make_rig() -> MakeRig:
         chunk: int = 32,
         cells: int = 2048,
         max_rows: int = 64,
-        vocab: int = 97,
+        max_outputs: int | None = None,
     ) -> Rig:
-        forward = HashForward(vocab, max_rows=max_rows, kv_cells=cells)
-        tokenizer = PieceTokenizer(vocab)
+        forward = HashForward(max_rows=max_rows, kv_cells=cells, max_outputs=max_outputs)
+        tokenizer = PieceTokenizer()
         engine = Engine(forward, tokenizer, parallel=parallel, context=context, chunk=chunk, kv_cells=KVCells(cells))
         return Rig(engine, forward, Oracle(tokenizer, engine.context))
 

@@ -52,14 +52,16 @@ class HashForward:
     """The fake model; see the module docstring."""
 
     def __init__(
-        self, vocab_size: int = 97, max_rows: int = 64, kv_cells: int = 2048, context_length: int = 4096
+        self,
+        vocab_size: int = 97,
+        max_rows: int = 64,
+        kv_cells: int = 2048,
+        context_length: int = 4096,
+        max_outputs: int | None = None,
     ) -> None:
-        self.vocab_size, self.max_rows, self.kv_cells, self.context_length = (
-            vocab_size,
-            max_rows,
-            kv_cells,
-            context_length,
-        )
+        self.vocab_size, self.context_length = vocab_size, context_length
+        self.max_rows, self.kv_cells = max_rows, kv_cells
+        self.max_outputs = max_rows if max_outputs is None else max_outputs
         self.batches: list[tuple[int, int, int]] = []  # rows, decode rows, outputs
         self.fault: Callable[[Batch], None] = lambda batch: None
         self._layers = [np.zeros(kv_cells, np.uint64), np.zeros(kv_cells, np.uint64)]
@@ -82,7 +84,7 @@ class HashForward:
 
     def _check(self, batch: Batch) -> None:
         rows = len(batch.tokens)
-        assert 0 < rows <= self.max_rows
+        assert 0 < rows <= self.max_rows and len(batch.outputs) <= self.max_outputs
         assert batch.tokens.dtype == batch.positions.dtype == batch.outputs.dtype == np.int32
         assert batch.cells.dtype == np.int64 and batch.mask.dtype == np.float16
         assert batch.positions.shape == batch.cells.shape == (rows,)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from expertserve.engine import scheduler
 from expertserve.engine.request import SamplingParams
 from expertserve.errors import ConfigError
 from tests.engine.conftest import MakeRig
@@ -64,19 +63,19 @@ def test_at_most_parallel_requests_run_and_they_start_in_order(make_rig: MakeRig
     assert started == list(range(9))
 
 
-def test_prompt_logprobs_shrink_the_chunk_to_the_memory_for_logits(
-    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("max_outputs", [4, 10])
+def test_prompt_logprobs_never_ask_for_more_logits_than_the_forward_returns(
+    make_rig: MakeRig, max_outputs: int
 ) -> None:
-    monkeypatch.setattr(scheduler, "LOGITS_BYTES", 10 * 97 * 4)
-    rig = make_rig(chunk=32)
+    rig = make_rig(chunk=32, parallel=4, max_outputs=max_outputs)
     params = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=2, ignore_eos=True)
-    plain = Client("plain", prompt(3, 6), GREEDY)
-    echoes = [Client(f"echo{i}", prompt(i, 35), params) for i in range(2)]
-    for client in (plain, *echoes):
+    clients = [Client(f"echo{i}", prompt(i, 35), params) for i in range(2)]
+    clients += [Client(f"plain{i}", prompt(5 + i, 6), GREEDY) for i in range(4)]
+    for client in clients:
         rig.engine.submit(client.request)
     run_to_end(rig.engine)
-    assert max(outputs for _, _, outputs in rig.forward.batches) == 10
-    for client in (plain, *echoes):
+    assert max(outputs for _, _, outputs in rig.forward.batches) > max_outputs - 4
+    for client in clients:
         assert_got(client, rig.oracle.expect(client.request.prompt, client.request.params))
 
 

@@ -89,7 +89,7 @@ def test_200_requests_at_random_each_get_what_the_plain_loop_gives(
     make_rig: MakeRig, seed: int, cells: int, parallel: int, chunk: int
 ) -> None:
     rng = random.Random(seed)
-    rig = make_rig(cells=cells, context=224, parallel=parallel, chunk=chunk)
+    rig = make_rig(cells=cells, context=224, parallel=parallel, chunk=chunk, max_outputs=parallel + 6)
 
     def fault(batch: Batch) -> None:
         if POISON in batch.tokens:

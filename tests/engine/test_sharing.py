@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from expertserve.engine import scheduler
 from expertserve.engine.prefix import PrefixCache, common_prefix
 from expertserve.engine.request import SamplingParams
 from expertserve.kv.cache import KVCells
@@ -142,12 +141,9 @@ def test_preemption_in_the_middle_of_a_prompt_changes_nothing(make_rig: MakeRig,
     assert_nothing_leaks(rig.engine)
 
 
-def test_a_preempted_sequence_loses_the_row_it_already_had_in_the_step(
-    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_preempted_sequence_loses_the_row_it_already_had_in_the_step(make_rig: MakeRig) -> None:
     # the memory for logits holds an old prompt back, so a newer request decodes beside it and takes its room
-    monkeypatch.setattr(scheduler, "LOGITS_BYTES", 3 * 97 * 4)
-    rig = make_rig(cells=256, context=256, parallel=2)
+    rig = make_rig(cells=256, context=256, parallel=2, max_outputs=4)
     params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, prompt_logprobs=0)
     old, new = Client("old", prompt(1, 200), params), Client("new", prompt(2, 5), greedy(100))
     for client in (old, new):
