@@ -139,11 +139,7 @@ class Scheduler:
         """
         self.preemptions += 1
         self.running.remove(sequence)
-        planned = [work for work in self._plan if work.sequence is sequence]
-        for work in planned:
-            self._plan.remove(work)
-            if not work.decode:
-                self._rows_left += work.end - work.start
+        self._plan = [work for work in self._plan if work.sequence is not sequence]  # its decode, if it had one
         self._give_up_cells(sequence, keep=True)
         self.queue.appendleft(sequence)
 

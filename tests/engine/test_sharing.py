@@ -217,6 +217,16 @@ def test_a_prefix_in_use_outlives_one_that_is_not() -> None:
     assert len(cache.take(unused, 100, ())) == 0
 
 
+def test_a_running_prompt_lends_no_more_than_it_has_cells_for() -> None:
+    kv = KVCells(256)
+    cache = PrefixCache(kv)
+    tokens = np.arange(100, dtype=np.int32)
+    kept = kv.allocate(50)
+    cache.add(tokens[:50], kept)
+    begun = kv.allocate(10)
+    assert cache.take(tokens, 99, [(tokens, begun)]).tolist() == kept.tolist()
+
+
 def test_reclaiming_frees_shared_ends_only_when_every_holder_is_gone() -> None:
     kv = KVCells(256)
     cache = PrefixCache(kv)
