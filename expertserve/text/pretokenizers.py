@@ -121,7 +121,7 @@ _GPT2_WORDS = PreTokenizer((_GPT2,))
 _DIGITS_THEN_GPT2 = PreTokenizer((r"\p{N}", _GPT2))
 _DEEPSEEK3 = PreTokenizer((r"\p{N}{1,3}", _CJK, _PUNCTUATED))
 _GPT4O_WORDS = PreTokenizer((_GPT4O,))
-_GLM = PreTokenizer((_LLAMA3,), default_bos=False)
+_GLM = PreTokenizer((_LLAMA3,), ignore_merges=True, default_bos=False)
 _GEMMA4 = PreTokenizer((_NEWLINE_RUNS,), byte_level=False, whole_newlines=True, force_bos=True)
 _FROM_RIGHT_UNCASED = PreTokenizer((_DIGITS_FROM_RIGHT, _UNCASED))
 

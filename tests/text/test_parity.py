@@ -27,8 +27,8 @@ from tests.text.vocabularies import CONTROL, NORMAL, UNUSED, USER_DEFINED, Vocab
 # One name of every distinct pre-tokenizer, and the names that only repeat one.
 FIRST_NAMES = {pretokenizer: name for name, pretokenizer in reversed(PRETOKENIZERS.items())}
 REPEATED = [name for name, pretokenizer in PRETOKENIZERS.items() if FIRST_NAMES[pretokenizer] != name]
-TEXTS = CORPUS + random_texts(100, seed=1, longest=100)
-FEW_TEXTS = random_texts(10, seed=3, longest=100)
+TEXTS = CORPUS + random_texts(60, seed=1, longest=100)
+FEW_TEXTS = ["Hello iPhone ALLCAPS", *random_texts(8, seed=3, longest=100)]
 SPELLINGS = (
     "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> </s> <|eom_id|> "
     "<EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <|tool_response> [e~[ <|channel|> "
