@@ -15,6 +15,8 @@ PREAMBLE = """
 import ctypes, os, signal, sys, threading, time
 from expertserve.experts.final_line import flush_final_line, install_final_line
 from expertserve.experts.stats import ExpertStats
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever the test runner was started under
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 stats = ExpertStats(every=2)
 install_final_line(stats, json_path=os.environ.get("JSON"))
 def step():
