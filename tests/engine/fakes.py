@@ -75,9 +75,9 @@ class HashForward:
         n_kv = batch.mask.shape[1]
         state = embed(batch.tokens, batch.positions)
         for layer, memory in enumerate(self._layers):
-            memory[batch.cells] = state
             if layer == 1:
-                self.fault(batch)  # in the middle: some of the K and V of this batch are written
+                self.fault(batch)  # in the middle: this layer's K and V of the batch are not written
+            memory[batch.cells] = state
             state = mix(visible @ memory[:n_kv])
         self._logits = logits_of(state[batch.outputs], self.vocab_size)
         return self._logits
@@ -163,7 +163,7 @@ class PieceTokenizer:
         pieces = [letters[i % 3] * (1 + i % 2) + letters[(i // 3) % 3] for i in range(vocab_size)]
         self.pieces = [piece.encode() for piece in pieces]
         self.pieces[5], self.pieces[6] = b"\xc3", b"\xa4"
-        self.pieces[-1] = b""
+        self.pieces[-1] = b"<end>"
         self.eog_ids = frozenset({vocab_size - 1})
 
     def stream(self) -> PieceStream:

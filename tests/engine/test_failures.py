@@ -64,6 +64,17 @@ def test_a_request_fails_in_decode_without_its_neighbours(make_rig: MakeRig) -> 
     assert_nothing_leaks(rig.engine)
 
 
+def test_a_failed_request_leaves_nothing_behind(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    rig.forward.fault = fail_on_poison
+    client = Client("bad", clean_prompt(1, 40), SamplingParams(temperature=0, logit_bias={POISON: 100.0}))
+    rig.engine.submit(client.request)
+    run_to_end(rig.engine)
+    assert client.error is not None and client.tokens == [POISON]
+    snapshot = rig.engine.snapshot()
+    assert snapshot["kv_cells_free"] == snapshot["kv_cells"]
+
+
 def test_a_sequence_that_borrowed_unwritten_cells_is_evaluated_again(make_rig: MakeRig) -> None:
     rig = make_rig()
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logit_bias={POISON: -100.0})
@@ -71,9 +82,12 @@ def test_a_sequence_that_borrowed_unwritten_cells_is_evaluated_again(make_rig: M
     bad = Client("bad", [*shared, POISON], params)
     borrowers = [Client(f"b{i}", shared + clean_prompt(5 + i, 5), params) for i in range(2)]
     rig.forward.fault = fail_on_poison
+    first_tokens: list[Client] = []
     for client in (bad, *borrowers):
+        client.on_token = lambda client=client: first_tokens.append(client)  # type: ignore[misc]
         rig.engine.submit(client.request)
     run_to_end(rig.engine)
+    assert first_tokens[:2] == borrowers, "the order of arrival was lost"
     assert rig.forward.batches[0][0] == 26, "the borrowers did not start in the step that failed"
     assert bad.error is not None
     for client in borrowers:
