@@ -166,26 +166,27 @@ class CompletionChunks:
 
 
 class CompletionResponse:
-    """Gathers the events of one generation into one body."""
+    """Gathers the events of one generation into one body; the work is in `body`, which may run in another thread."""
 
     def __init__(self, envelope: Envelope, texts: CompletionTexts) -> None:
         self._fields = envelope.fields()
         self._texts = texts
-        early = not texts.echo_comes_with_event
-        self._parts = [[texts.echoed(index)] if early else [] for index in range(texts.num_choices)]
+        self._events: list[list[Event]] = [[] for _ in range(texts.num_choices)]
 
     def add(self, index: int, event: Event) -> None:
-        self._parts[index].append(self._texts.add(index, event))
+        self._events[index].append(event)
 
     def body(self, generation: Generation) -> bytes:
-        choices = [
-            {
-                "index": index,
-                "text": "".join(parts),
-                "logprobs": self._texts.take_logprobs(index),
-                "finish_reason": generation.finished[index].reason,
-            }
-            for index, parts in enumerate(self._parts)
-        ]
+        choices = [self._choice(index, generation.finished[index].reason) for index in range(self._texts.num_choices)]
         usage, timings = usage_object(generation), timings_object(generation)
         return json.dumps({**self._fields, "choices": choices, "usage": usage, "timings": timings}).encode()
+
+    def _choice(self, index: int, reason: str) -> dict[str, Any]:
+        echoed = "" if self._texts.echo_comes_with_event else self._texts.echoed(index)
+        text = echoed + "".join(self._texts.add(index, event) for event in self._events[index])
+        return {
+            "index": index,
+            "text": text,
+            "logprobs": self._texts.take_logprobs(index),
+            "finish_reason": reason,
+        }

@@ -25,8 +25,6 @@ from expertserve.server.state import ServerState
 
 _WITHOUT_KEY = {"/health"}
 _WITHOUT_MODEL = {"/health", "/metrics", "/openapi.json"}
-# A refused body is read up to here: closing the connection on a client that is still sending would hide the answer.
-_DISCARD_BYTES = 64 * 2**20
 _log = log.get_logger(__name__)
 
 
@@ -78,9 +76,6 @@ class Guard:
                 self._state.model()
             except ExpertServeError as unavailable:
                 return unavailable
-        length = headers.get(b"content-length", b"0")
-        if length.isdigit() and int(length) > self._max_body_bytes:
-            return _too_large(self._max_body_bytes)
         return None
 
     def _has_key(self, headers: dict[bytes, bytes]) -> bool:
@@ -103,10 +98,6 @@ class Guard:
         write("request", method=scope["method"], path=scope["path"], status=status, ms=round(1000 * seconds, 1))
 
 
-def _too_large(limit: int) -> RequestError:
-    return RequestError(f"the body is larger than {limit} bytes", code="body_too_large", http_status=413)
-
-
 class _Exchange:
     """One request and its response, seen from outside the application."""
 
@@ -120,14 +111,13 @@ class _Exchange:
         self._body_bytes = 0
 
     async def receive(self) -> Message:
-        """Counts the body, whose length a chunked request does not announce."""
+        """Counts the body, announced or chunked. What is left of a refused one uvicorn reads and drops, so that a
+        client that is still sending gets the answer."""
         message = await self._receive()
         if message["type"] == "http.request":
             self._body_bytes += len(message.get("body", b""))
             if self._body_bytes > self._max_body_bytes:
-                await self._discard(message)
-                error = _too_large(self._max_body_bytes)
-                raise HTTPException(error.http_status, str(error))
+                raise HTTPException(413, f"the body is larger than {self._max_body_bytes} bytes")
         return message
 
     async def send(self, message: Message) -> None:
@@ -137,16 +127,8 @@ class _Exchange:
         await self._send(message)
 
     async def refuse(self, error: ExpertServeError, scope: Scope) -> None:
-        if error.http_status == 413:
-            await self._discard({"type": "http.request", "body": b"", "more_body": True})
         headers = dict(_challenge(error))
         await error_response(error, headers)(scope, self._receive, self.send)
-
-    async def _discard(self, message: Message) -> None:
-        discarded = 0
-        while message.get("more_body") and discarded < _DISCARD_BYTES:
-            message = await self._receive()
-            discarded += len(message.get("body", b""))
 
 
 def _challenge(error: ExpertServeError) -> Iterable[tuple[str, str]]:

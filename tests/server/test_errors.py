@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import http.client
 import json
+from contextlib import closing
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from expertserve.errors import ExpertReadError
 from expertserve.models.batch import Batch
+from expertserve.server.protocol import ChatBody, CompletionBody
 from tests.server.hash_world import CONTEXT, MODEL, VOCAB, World
 from tests.server.worlds import Running, running
 
@@ -224,13 +229,37 @@ def test_missing_and_wrong_keys_are_401_and_every_key_works() -> None:
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_too_large_a_body_is_413_and_the_client_reads_it(chunked: bool) -> None:
+def test_too_large_a_body_is_413_and_a_client_that_only_reads_afterwards_gets_it(chunked: bool) -> None:
     with running(World(), max_body_bytes=10_000) as server:
-        body = json.dumps({"prompt": "x", "max_tokens": 1, "padding": "y" * 3_000_000}).encode()
-        content: Any = (body[at : at + 50_000] for at in range(0, len(body), 50_000)) if chunked else body
-        response = server.http.post(TEXT, content=content, headers={"content-type": "application/json"})
-        assert "10000 bytes" in error_of(response, 413)["message"]
+        body = json.dumps({"prompt": "x", "max_tokens": 1, "padding": "y" * 20_000_000}).encode()
+        content: Any = (body[at : at + 500_000] for at in range(0, len(body), 500_000)) if chunked else body
+        connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=20)
+        with closing(connection):
+            headers = {"content-type": "application/json"}
+            connection.request("POST", TEXT, content, headers, encode_chunked=chunked)
+            response = connection.getresponse()
+            assert response.status == 413
+            assert "10000 bytes" in json.loads(response.read())["error"]["message"]
         assert server.post(TEXT, prompt="x", padding="y" * 9000, max_tokens=1).status_code == 200
+
+
+FIELDS = sorted((ChatBody.model_fields | CompletionBody.model_fields).keys() - {"max_tokens", "max_completion_tokens"})
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda values: st.lists(values, max_size=3) | st.dictionaries(st.text(), values, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(path=st.sampled_from([CHAT, TEXT]), fields=st.dictionaries(st.sampled_from(FIELDS), JSON_VALUES, max_size=3))
+def test_no_value_of_any_field_is_the_servers_fault(server: Running, path: str, fields: dict[str, Any]) -> None:
+    subject: dict[str, Any] = {"messages": HELLO} if path == CHAT else {"prompt": "x"}
+    content = json.dumps({**subject, "max_tokens": 1, **fields})
+    response = server.http.post(path, content=content, headers={"content-type": "application/json"})
+    if response.status_code != 200:
+        assert error_of(response, response.status_code)["type"] == "invalid_request_error"
+        assert response.status_code in (400, 404)
 
 
 def fail_after(steps: int) -> Any:
