@@ -132,7 +132,8 @@ _BY_PRETOKENIZER: tuple[tuple[PreTokenizer, str], ...] = (
     ),
     (_LLAMA3_BPE, "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano"),
     (_LLAMA3_PLAIN, "dbrx smaug-bpe"),
-    (_GLM, "glm4 chatglm-bpe glm5"),
+    (_GLM, "glm4 glm5"),
+    (PreTokenizer((_LLAMA3,), default_bos=False), "chatglm-bpe"),
     (
         _QWEN2_WORDS,
         "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2 bailingmoe bailingmoe2 "

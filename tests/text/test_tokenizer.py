@@ -45,7 +45,8 @@ TOKENIZERS = {"byte pairs": byte_pairs(), "by score": by_score()}
 @given(text=st.text(max_size=40))
 @settings(max_examples=150, deadline=None)
 def test_any_text_comes_back_from_its_tokens(tokenizer: Tokenizer, text: str) -> None:
-    if "<tool>" not in text:
+    # U+2581 is how a score-merged vocabulary spells a space: the two are one to it.
+    if "<tool>" not in text and "\u2581" not in text:
         assert tokenizer.decode(tokenizer.encode(text), skip_special=True) == text
 
 
