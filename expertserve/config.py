@@ -343,4 +343,4 @@ def prepare_libraries() -> None:
     # Without it an abort inside ggml starts a debugger to print a backtrace, which can hang a server for minutes.
     os.environ.setdefault("GGML_NO_BACKTRACE", "1")
     # OpenMP's barriers spin for milliseconds by default: where another process holds a core, each burns a time slice.
-    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
