@@ -12,7 +12,7 @@ from expertserve.errors import ExpertServeError, GGUFError
 from expertserve.gguf.file import GGUFFile
 
 STRING, ARRAY, UINT32, INT32, FLOAT32, BOOL, UINT64 = 8, 9, 4, 5, 6, 7, 10
-F32, F16, Q4_0, Q8_0 = 0, 1, 2, 8
+F32, F16, Q4_0, Q8_0, I8 = 0, 1, 2, 8, 24
 
 
 def u32(value: int) -> bytes:

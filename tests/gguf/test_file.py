@@ -7,6 +7,7 @@ import gc
 import io
 import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,9 @@ def test_tensors_are_read_where_they_lie(tmp_path: Path) -> None:
             assert out == DATA[start:stop]
 
 
-def test_any_item_size_of_buffer_is_filled(tmp_path: Path) -> None:
+def test_any_item_size_of_buffer_is_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = positional._read_once
+    monkeypatch.setattr(positional, "_read_once", lambda file, out, offset: whole(file, out[:7], offset))
     with opened(tmp_path, CONTENT) as file:
         out = memoryview(bytearray(32)).cast("f")
         file.read_tensor("a", out)
@@ -48,16 +51,32 @@ def test_a_read_that_comes_in_pieces_is_completed(tmp_path: Path, monkeypatch: p
         assert out == DATA[64:]
 
 
-def test_systems_without_positional_reads_read_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class SlowSeek(io.FileIO):
+    """Leaves time for another thread between seeking and reading."""
+
+    def seek(self, offset: int, whence: int = 0, /) -> int:
+        at = super().seek(offset, whence)
+        time.sleep(0.001)
+        return at
+
+
+def test_threads_read_right_where_there_are_no_positional_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(positional, "_read_once", positional.seek_and_read)
-    with opened(tmp_path, CONTENT) as file:
-        results = [bytearray(960) for _ in range(8)]
-        readers = [threading.Thread(target=file.read_tensor, args=("b", memoryview(out))) for out in results]
+    path = tmp_path / "data"
+    path.write_bytes(DATA)
+    with SlowSeek(path) as file:
+        results = [bytearray(32) for _ in range(16)]
+        readers = [
+            threading.Thread(target=positional.read_at, args=(file, memoryview(out), 32 * i))
+            for i, out in enumerate(results)
+        ]
         for reader in readers:
             reader.start()
         for reader in readers:
             reader.join()
-        assert all(out == DATA[64:] for out in results)
+    assert b"".join(results) == DATA[: 32 * 16]
 
 
 def test_a_file_cut_while_loaded_fails_the_read(tmp_path: Path) -> None:

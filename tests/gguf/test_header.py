@@ -16,6 +16,7 @@ from tests.gguf.raw import (
     BOOL,
     F16,
     FLOAT32,
+    I8,
     INT32,
     Q4_0,
     STRING,
@@ -126,9 +127,18 @@ MALFORMED = {
     "unknown value type": (model([key("k", 13, bytes(16))]), "unknown value type 13"),
     "unknown element type": (model([key("k", ARRAY, array(13, 1, bytes(16)))]), "unknown element type 13"),
     "boolean of 2": (model([key("k", BOOL, b"\x02" + bytes(16))]), "neither 0 nor 1"),
-    "array longer than the file": (model([key("k", ARRAY, array(INT32, 2**61, bytes(16)))]), "metadata 'k'"),
-    "strings longer than the file": (model([key("k", ARRAY, array(STRING, 2**40, bytes(16)))]), "metadata 'k'"),
-    "nested longer than the file": (model([key("k", ARRAY, array(ARRAY, 2**40, bytes(16)))]), "metadata 'k'"),
+    "array longer than the file": (
+        model([key("k", ARRAY, array(INT32, 2**61, bytes(16)))]),
+        "'k' with 2305843009213693952 elements",
+    ),
+    "strings longer than the file": (
+        model([key("k", ARRAY, array(STRING, 2**40, bytes(16)))]),
+        "'k' with 1099511627776 elements",
+    ),
+    "nested longer than the file": (
+        model([key("k", ARRAY, array(ARRAY, 2**40, bytes(16)))]),
+        "'k' with 1099511627776 elements",
+    ),
     "an endless element": (
         model([key("k", ARRAY, array(STRING, 2, string("a") + u64(2**64 - 1) + bytes(16)))]),
         "element 1 of metadata 'k'",
@@ -151,6 +161,7 @@ MALFORMED = {
     "tensor of 8 EiB": (model([], [tensor("t", [2**62 - 1])], DATA), "'t' lies at"),
     "duplicate tensor": (model([], [tensor("t", [8]), tensor("t", [8], offset=32)], DATA), "'t' is listed twice"),
     "overlapping tensors": (model([], [tensor("b", [9], offset=32), tensor("a", [9])], DATA), "'a' and 'b' overlap"),
+    "an overlap of one byte": (model([], [tensor("a", [33], I8), tensor("b", [8], offset=32)], DATA), "overlap"),
     "tensors at one place": (model([], [tensor("a", [8]), tensor("b", [8])], DATA), "overlap"),
     "empty tensor name": (model([], [tensor("", [8])], DATA), "empty name"),
     "endless tensor name": (model([], [tensor("t" * 65, [8])], DATA), "65 bytes long, more than 64"),
@@ -172,6 +183,20 @@ def test_a_malformed_file_is_refused_in_one_line(tmp_path: Path, case: str) -> N
 def test_the_message_has_the_byte_offset_of_the_fault(tmp_path: Path) -> None:
     content = model([number("first", 1), key("bad", 99, b"")])
     assert f"(at byte {len(content) - 4})" in refusal(tmp_path, content)
+
+
+def test_the_message_has_the_byte_offset_of_a_bad_token(tmp_path: Path) -> None:
+    content = model([key("k", ARRAY, array(STRING, 2, string("abc") + string(b"\xff\xff")))])
+    assert f"(at byte {len(content) - 2})" in refusal(tmp_path, content)
+
+
+def test_a_file_that_shrinks_while_its_header_is_read_is_refused(tmp_path: Path) -> None:
+    content = model([key("k", ARRAY, array(STRING, 3, string("a" * 10) * 3))])
+    path = tmp_path / "m.gguf"
+    for length in range(24, len(content)):
+        path.write_bytes(content[:length])
+        with path.open("rb", buffering=0) as raw, pytest.raises(GGUFError, match="the file ended inside"):
+            header.read_header(raw, len(content), str(path), 0)
 
 
 def test_names_from_the_file_cannot_break_the_line(tmp_path: Path) -> None:
