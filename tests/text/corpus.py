@@ -36,6 +36,7 @@ WORDS = [
     "snake_case __dunder__ kebab-case dotted.name path/to/file\\win\\path",
 ]
 CONTRACTIONS = [
+    "'sand 'tall 'realm 'vein 'make 'llama 'dog 'Sand 'TALL x'sand",
     "I'm you're he'll she'd we've they'll it's don't",
     "I'M YOU'RE HE'LL SHE'D WE'VE THEY'LL IT'S DON'T",
     "I'm'd've 'tis 's 'S 't 're 'RE 'rE 've 'll 'Ll 'd 'D 'm 'x '",

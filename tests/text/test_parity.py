@@ -20,7 +20,7 @@ from expertserve.text.pretokenizers import PRETOKENIZERS
 from expertserve.text.tokenizer import Tokenizer
 from tests.text import peer as llama_cpp
 from tests.text import published, vocabularies
-from tests.text.corpus import CORPUS, LONG, SPECIAL, random_texts
+from tests.text.corpus import CONTRACTIONS, CORPUS, LONG, SPECIAL, random_texts
 from tests.text.peer import LlamaCpp
 from tests.text.vocabularies import CONTROL, NORMAL, UNUSED, USER_DEFINED, Vocabulary
 
@@ -69,11 +69,11 @@ def specials(vocabulary: Vocabulary) -> Vocabulary:
 @pytest.fixture(scope="module")
 def trained() -> dict[bool, Vocabulary]:
     """Vocabularies by whether they are byte-level, trained on text like the text under test."""
-    texts = [*(text for text in CORPUS if text not in LONG), *random_texts(2000, seed=2)]
-    return {
-        True: specials(vocabularies.train_bytes(texts, 4000)),
-        False: specials(vocabularies.train_characters([text.replace("\x00", "") for text in texts], 3000)),
-    }
+    texts = [*(text for text in CORPUS if text not in LONG), *CONTRACTIONS * 5, *random_texts(2000, seed=2)]
+    characters = vocabularies.train_characters([text.replace("\x00", "") for text in texts], 3000)
+    for text in ("\n", "\n\n", "\n\n\n"):
+        characters.set(text, NORMAL)
+    return {True: specials(vocabularies.train_bytes(texts, 4000)), False: specials(characters)}
 
 
 def check(peer: LlamaCpp, path: Path, metadata: dict[str, Any], texts: list[str]) -> Tokenizer:
@@ -204,7 +204,14 @@ def test_roles_and_ends_of_generation_are_found_by_spelling_as_llama_cpp_does(
 
 
 def test_white_space_after_special_tokens_of_phi_3_is_dropped_as_in_llama_cpp(peer: LlamaCpp, tmp_path: Path) -> None:
-    texts = [*SPECIAL, "<|user|>  \n x <|a|>\n", "<s>  x</s>  y", "<|endoftext|>  x", "<tool>\u00a0x  <tool>"]
+    texts = [
+        *SPECIAL,
+        "<unk>  x",
+        "<|user|>  \n x <|a|>\n",
+        "<s>  x</s>  y",
+        "<|endoftext|>  x",
+        "<tool>\u00a0x  <tool>",
+    ]
     vocabulary = specials(vocabularies.score_vocabulary(texts, 6, ties=False))
     metadata = vocabulary.metadata("llama", "default") | {"general.name": "Phi-3.5 MoE"}
     path = vocabularies.write(tmp_path / "model.gguf", vocabulary.metadata("llama", "default"), name="Phi-3.5 MoE")
@@ -224,6 +231,15 @@ def test_a_symbol_that_is_no_token_falls_apart_as_in_llama_cpp(peer: LlamaCpp, t
     texts = ["abcab", "abc abc", "zaz z", " ab ", "\u4e2dab\u4e2d", "cabz abca"]
     expected = peer.encode(texts, add_special=True, parse_special=True)
     assert [tokenizer.encode(text, parse_special=True) for text in texts] == expected
+
+
+def test_a_merge_listed_twice_keeps_its_first_rank_as_in_llama_cpp(peer: LlamaCpp, tmp_path: Path) -> None:
+    vocabulary = vocabularies.train_bytes(["x"], 256)
+    vocabulary.merges = ["a b", "b c", "a b"]
+    ids = [vocabulary.add(text, NORMAL) for text in ("ab", "bc")]
+    metadata = vocabulary.metadata("gpt2", "qwen2")
+    tokenizer = check(peer, vocabularies.write(tmp_path / "model.gguf", metadata), metadata, ["abc", "bcab", "aabcc"])
+    assert tokenizer.encode("abc")[0] == ids[0]
 
 
 def test_the_defaults_of_a_file_that_says_little_are_llama_cpps(peer: LlamaCpp, tmp_path: Path) -> None:
