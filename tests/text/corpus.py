@@ -35,7 +35,12 @@ WORDS = [
     "camelCaseWord HTTPServer XMLHttpRequest iPhone McDonald's ALLCAPS lower mIxEd",
     "snake_case __dunder__ kebab-case dotted.name path/to/file\\win\\path",
 ]
+CASES = [
+    "éAb 中Ab éÉA 中AA aé Aé aÉa カAa 가Bb ÉAa",
+    "aéA aAé Aéa AÉa AAa aAa aaA ǅA ʰA aʰA",
+]
 CONTRACTIONS = [
+    "'ſand x'ſand 'ſ 'ſa",
     "'sand 'tall 'realm 'vein 'make 'llama 'dog 'Sand 'TALL x'sand",
     "I'm you're he'll she'd we've they'll it's don't",
     "I'M YOU'RE HE'LL SHE'D WE'VE THEY'LL IT'S DON'T",
@@ -157,7 +162,8 @@ LONG = [
     "aA" * 1_500,
 ]
 CORPUS: list[str] = [
-    *EMPTY_AND_TINY, *WORDS, *CONTRACTIONS, *SPACES, *DIGITS, *SCRIPTS, *MARKS, *EMOJI, *SYMBOLS, *SPECIAL, *LONG,
+    *EMPTY_AND_TINY, *WORDS, *CASES, *CONTRACTIONS, *SPACES, *DIGITS, *SCRIPTS, *MARKS, *EMOJI, *SYMBOLS, *SPECIAL,
+    *LONG,
 ]  # fmt: skip
 _ALPHABET = [
     *"aAbsStTrReElLdDmMvV", "é", "É", "ǅ", "ʰ", "中", "国", "あ", "カ", "가", "ㄅ", "ก",
