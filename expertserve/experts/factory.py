@@ -9,6 +9,13 @@ from __future__ import annotations
 from expertserve.errors import KernelUnavailableError
 from expertserve.experts.store import ExpertSlotStore, HostExpertSlotStore
 
+_HOST_DEVICES = ("cpu", "reference")
+
+
+def reads_mapped_files(device: str) -> bool:
+    """Whether the device's kernels can read an expert where the file is mapped into this process."""
+    return device in _HOST_DEVICES
+
 
 def make_slot_store(device: str, slot_count: int, slot_bytes: int, *, huge_pages: bool = True) -> ExpertSlotStore:
     """Makes the slot store of a device.
@@ -17,6 +24,6 @@ def make_slot_store(device: str, slot_count: int, slot_bytes: int, *, huge_pages
         KernelUnavailableError: there is no slot store for that device.
         CapacityError: the memory was refused.
     """
-    if device in ("cpu", "reference"):
+    if device in _HOST_DEVICES:
         return HostExpertSlotStore(slot_count, slot_bytes, huge_pages=huge_pages)
     raise KernelUnavailableError(f"no expert slot store for device {device!r}: use --device cpu")

@@ -1,7 +1,7 @@
 """Groups the (token, expert) pairs of a layer by expert.
 
-Owns the order of pairs: distinct experts ascending, pairs of one expert in the order of the batch. Invariant: every
-pair of the batch is in exactly one group, and a subset of groups has exactly their pairs.
+Owns the order of pairs: experts ascending (as routed where there is one token), pairs of one expert in the order of
+the batch. Invariant: every pair of the batch is in exactly one group, and a subset of groups has exactly their pairs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 @dataclass(frozen=True, slots=True)
 class Grouping:
     """Attributes:
-    experts: distinct experts, ascending.
+    experts: distinct experts.
     group_start: [groups + 1] offsets into `pairs`.
     pairs: flat pair indices, token * k + j, by group.
     """
@@ -28,6 +28,8 @@ class Grouping:
         """`group_start` and `pairs` of ascending `groups` alone."""
         if len(groups) == len(self.experts):
             return self.group_start, self.pairs
+        if len(self.pairs) == len(self.experts):  # one pair a group
+            return self.group_start[: len(groups) + 1], self.pairs[groups]
         counts = np.diff(self.group_start)
         kept = np.zeros(len(counts), np.bool_)
         kept[groups] = True
@@ -39,8 +41,16 @@ class Grouping:
 def group_pairs(ids: NDArray[np.int32]) -> Grouping:
     """Groups `ids` [tokens, k] by expert."""
     flat = ids.ravel()
+    if ids.shape[0] == 1 and len(set(flat.tolist())) == len(flat):
+        return _one_token(flat)
     order = np.argsort(flat.astype(np.uint16), kind="stable")  # 16-bit keys: a radix sort
     ordered = flat[order]
     first = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1])))
     start = np.append(first, len(flat)).astype(np.int32)
     return Grouping(ordered[first].astype(np.int64), start, order.astype(np.int32))
+
+
+def _one_token(experts: NDArray[np.int32]) -> Grouping:
+    """Decode's case, where sorting would cost more than all the rest: each pair is its own group."""
+    k = len(experts)
+    return Grouping(experts.astype(np.int64), np.arange(k + 1, dtype=np.int32), np.arange(k, dtype=np.int32))

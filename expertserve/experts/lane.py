@@ -123,6 +123,7 @@ class ExpertLane:
             How many experts were read.
         """
         if self._unstreamed is not None:
+            self._unstreamed.read_ahead()
             return 0
         choose = absent_keys if self.plan.all_resident else hottest_keys
         wanted = file_order({streamer: choose(streamer) for streamer in self.streamers}, self._tables.values())
@@ -209,7 +210,7 @@ class ExpertLane:
         if self._trace is not None:
             self._trace.layer(layer, ids)
         if self._unstreamed is not None:
-            self._run_unstreamed(self._unstreamed.address[layer], layer, ids, compute)
+            self._run_unstreamed(self._unstreamed.address[layer], table, ids, compute)
             return
         if self.pool.in_flight:
             for fill in self.pool.collect(wait=False):
@@ -225,18 +226,25 @@ class ExpertLane:
         self._waves.run(table, group_pairs(ids), compute, began)
 
     def _run_unstreamed(
-        self, address: NDArray[np.uint64], layer: int, ids: NDArray[np.int32], compute: ComputeFn
+        self, address: NDArray[np.uint64], table: LayerTable, ids: NDArray[np.int32], compute: ComputeFn
     ) -> None:
-        """The forced arm: one call over the mapping of the file."""
+        """Experts are computed where the file is mapped: one call, all of them hits unless that was forced."""
+        for file_index in {part.file_index for part in table.tower.slices}:
+            self.pool.reader.disk.check_unchanged(file_index)  # a file cut short would end the process
         groups = group_pairs(ids)
         began = perf_counter()
-        fence = compute(SlotBatch(tuple(address.take(groups.experts, axis=1)), groups.group_start, groups.pairs, layer))
+        fence = compute(
+            SlotBatch(tuple(address.take(groups.experts, axis=1)), groups.group_start, groups.pairs, table.layer)
+        )
         if fence is not None:
             fence.wait()
         counters = self.stats.current
         counters.expert_s += perf_counter() - began
         counters.computes += 1
-        counters.forced += len(groups.experts)
+        if self._settings.forced:
+            counters.forced += len(groups.experts)
+        else:
+            counters.hits += len(groups.experts)
 
     def _run_resident(
         self,

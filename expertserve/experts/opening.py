@@ -20,7 +20,7 @@ from expertserve.errors import ExpertReadError
 from expertserve.experts.budget import SlotPlan, plan_slots, size_classes
 from expertserve.experts.cache import DEFAULT_DECAY, ExpertSlotCache
 from expertserve.experts.disk import FileDisk
-from expertserve.experts.factory import make_slot_store
+from expertserve.experts.factory import make_slot_store, reads_mapped_files
 from expertserve.experts.knee import knee_slots
 from expertserve.experts.pool import ReaderPool
 from expertserve.experts.profile import ModelIdentity, load_profile
@@ -142,7 +142,7 @@ def open_parts(
             raise ExpertReadError(f"{file.paths[0]}: the file changed on disk while it was being loaded; restart")
         if settings.trace is not None:
             trace = TraceRecorder(settings.trace, towers)
-        if settings.forced:
+        if settings.forced or _serves_mapped(settings, plan):
             unstreamed = UnstreamedTowers(file.paths, towers)
         parts = assemble_parts(plan, reader, settings, stats)
     except BaseException:
@@ -151,6 +151,15 @@ def open_parts(
                 part.close()
         raise
     return replace(parts, identity=identity, hotness=hotness, warnings=warnings, trace=trace, unstreamed=unstreamed)
+
+
+def _serves_mapped(settings: LaneSettings, plan: SlotPlan) -> bool:
+    """Whether experts are best left where they are: memory holds them all, and the kernels can read a mapped file.
+
+    Copying them into slots would only delay the first answer and hold every byte twice while the page cache has it.
+    """
+    asked = settings.budget.kind == "auto" and settings.reader == "auto"
+    return asked and plan.all_resident and reads_mapped_files(settings.device)
 
 
 def assemble_parts(plan: SlotPlan, reader: FileReader, settings: LaneSettings, stats: ExpertStats) -> LaneParts:
@@ -178,7 +187,8 @@ def assemble_parts(plan: SlotPlan, reader: FileReader, settings: LaneSettings, s
 
 def announce(stats: ExpertStats, parts: LaneParts, settings: LaneSettings) -> None:
     """The ON line of a lane, and which read mode is in force."""
-    stats.read_mode = parts.pool.reader.mode if parts.unstreamed is None else "forced"
+    unstreamed = "forced" if settings.forced else "mapped"
+    stats.read_mode = parts.pool.reader.mode if parts.unstreamed is None else unstreamed
     stats.announce(
         slots=parts.plan.total_slots,
         slot_bytes=max(group.layout.slot_bytes for group in parts.plan.classes),

@@ -12,7 +12,7 @@ import mmap
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-from expertserve.errors import CapacityError
+from expertserve.anonymous import map_anonymous
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +90,9 @@ class HostExpertSlotStore(ExpertSlotStore):
             raise ValueError(f"cannot make {slot_count} slots of {slot_bytes} bytes: slots are whole pages")
         self._slot_count = slot_count
         self._slot_bytes = slot_bytes
-        self._memory = _map_anonymous(slot_count * slot_bytes)
-        if huge_pages and hasattr(mmap, "MADV_HUGEPAGE"):
-            try:
-                self._memory.madvise(mmap.MADV_HUGEPAGE)
-            except OSError:
-                pass  # a kernel without huge pages: slower by a few per cent, no less right
+        self._memory = map_anonymous(
+            slot_count * slot_bytes, "expert slots (lower --expert-cache)", huge_pages=huge_pages
+        )
         self._base = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self._bytes = memoryview(self._memory)
         self._writing = bytearray(slot_count)
@@ -163,14 +160,3 @@ class HostExpertSlotStore(ExpertSlotStore):
         if not self._writing[slot]:
             raise ValueError(f"slot {slot} is not open for writing")
         self._writing[slot] = 0
-
-
-def _map_anonymous(nbytes: int) -> mmap.mmap:
-    try:
-        if hasattr(mmap, "MAP_PRIVATE"):  # shared anonymous memory would be accounted as a file
-            return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        return mmap.mmap(-1, nbytes)
-    except (OSError, OverflowError, ValueError) as error:
-        raise CapacityError(
-            f"no memory for expert slots: {nbytes} bytes were refused ({error}); lower --expert-cache"
-        ) from error

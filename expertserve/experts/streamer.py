@@ -19,7 +19,7 @@ from expertserve.experts.layout import SlotLayout
 from expertserve.experts.pool import Fill, ReaderPool, SliceJob
 from expertserve.experts.stats import ExpertStats
 from expertserve.experts.store import ExpertSlotStore
-from expertserve.gguf.spans import ExpertTower
+from expertserve.gguf.spans import ExpertTower, Span
 
 
 class Purpose(Enum):
@@ -56,6 +56,7 @@ class ExpertStreamer:
         self._stats = stats
         self._purpose: dict[int, Purpose] = {}
         self._where = [(tower, expert) for tower in towers for expert in range(tower.num_experts)]
+        self._spans: list[tuple[Span, ...] | None] = [None] * cache.num_keys  # made when first read
         self._regions = tuple(
             slice(start, start + nbytes) for start, nbytes in zip(layout.offsets, layout.region_bytes, strict=True)
         )
@@ -70,7 +71,6 @@ class ExpertStreamer:
         if place.evicted is not None:
             self.address[:, place.evicted] = 0
             self._stats.current.evictions += 1
-        tower, expert = self._where[key]
         try:
             buffer = self.store.slot_for_write(place.slot)
         except BaseException:
@@ -79,7 +79,7 @@ class ExpertStreamer:
         fill = Fill(key, place.slot, len(self._regions), self.settle)
         self.filling[key] = fill
         self._purpose[key] = purpose
-        jobs = [SliceJob(tower.span(expert, i), buffer[region]) for i, region in enumerate(self._regions)]
+        jobs = [SliceJob(span, buffer[region]) for span, region in zip(self._spans_of(key), self._regions, strict=True)]
         self._pool.submit(fill, jobs, urgent=purpose is not Purpose.LOOK_AHEAD)
         return fill
 
@@ -119,11 +119,17 @@ class ExpertStreamer:
         self.store.discard_slot(fill.slot)
         self.cache.invalidate(fill.key)
 
+    def _spans_of(self, key: int) -> tuple[Span, ...]:
+        spans = self._spans[key]
+        if spans is None:
+            tower, expert = self._where[key]
+            spans = self._spans[key] = tuple(tower.span(expert, i) for i in range(len(self._regions)))
+        return spans
+
     def _changed(self, key: int) -> ExpertReadError | None:
         """Whether the files changed under the read: bytes of two versions must not be mixed."""
-        tower, _ = self._where[key]
         try:
-            for file_index in {tensor.file_index for tensor in tower.slices}:
+            for file_index in {span.file_index for span in self._spans_of(key)}:
                 self._pool.reader.disk.check_unchanged(file_index)
         except ExpertReadError as error:
             return error
