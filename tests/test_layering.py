@@ -21,7 +21,7 @@ LAYERS = (
     ("experts", "kv"),
     ("ops",),
     ("gguf",),
-    ("config", "log"),
+    ("config", "log", "anonymous"),
     ("cpus", "declare", "values", "data", "errors", "__init__"),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

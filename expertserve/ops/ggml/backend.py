@@ -8,7 +8,6 @@ the segments compiled before are dropped and compiled again on their next use.
 from __future__ import annotations
 
 import ctypes
-import mmap
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from expertserve.anonymous import map_anonymous
 from expertserve.errors import CapacityError, KernelUnavailableError, UnsupportedModelError
 from expertserve.gguf.file import TensorInfo
 from expertserve.gguf.spans import ExpertTower
@@ -31,14 +31,11 @@ KV_TYPES = {KVType.F16: ggml.GGML_TYPE_F16, KVType.F32: ggml.GGML_TYPE_F32, KVTy
 
 
 class Memory:
-    """Zeroed anonymous memory, page-aligned, whose pages exist only once touched."""
+    """Zeroed anonymous memory, page-aligned, in huge pages where the kernel has them."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = max(nbytes, 1)
-        try:
-            self._map = mmap.mmap(-1, self.nbytes)
-        except (OSError, ValueError, OverflowError) as error:
-            raise CapacityError(f"cannot allocate {self.nbytes:,} bytes: {error}") from error
+        self._map = map_anonymous(self.nbytes, "weights, KV cache or buffers (lower --ctx)")
         self.array: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
         self.address: int = self.array.ctypes.data
 
