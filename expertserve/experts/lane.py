@@ -72,6 +72,8 @@ class ExpertLane:
         self._running = RunningKernels()
         self._rows_of_one: dict[int, tuple[NDArray[np.int32], NDArray[np.int32]]] = {}
         self._waves = Waves(self.pool, stats, self._ahead, self._running, keep_busy=max(8, 2 * settings.threads))
+        self._files = {part.file_index for table in self._tables.values() for part in table.tower.slices}
+        self._files_checked = False  # in this step
         self._step_began = 0.0
         self._closed = False
         self._busy_before = 0.0
@@ -168,6 +170,11 @@ class ExpertLane:
         self._busy_before = self.pool.busy_s
         self._step_began = perf_counter()
 
+    def _check_mapped_files(self) -> None:
+        """A mapped file that was cut short would end the process where it is touched; refuse the step instead."""
+        for file_index in self._files:
+            self.pool.reader.disk.check_unchanged(file_index)
+
     def _end_step(self, rows: StepRows) -> None:
         self._running.wait_all()
         if self._guesses:
@@ -182,6 +189,7 @@ class ExpertLane:
             self._ahead.trial.end_step(wall_s)
             self.stats.about["lookahead"] = self._ahead.trial.verdict
         self.wants_guesses = False
+        self._files_checked = False
         self.stats.leave_phase(draft=rows.draft)
 
     # -- the layer -------------------------------------------------------------------------------------------------
@@ -210,6 +218,9 @@ class ExpertLane:
         if self._trace is not None:
             self._trace.layer(layer, ids)
         if self._unstreamed is not None:
+            if not self._files_checked:
+                self._check_mapped_files()
+                self._files_checked = True
             self._run_unstreamed(self._unstreamed.address[layer], table, ids, compute)
             return
         if self.pool.in_flight:
@@ -229,8 +240,6 @@ class ExpertLane:
         self, address: NDArray[np.uint64], table: LayerTable, ids: NDArray[np.int32], compute: ComputeFn
     ) -> None:
         """Experts are computed where the file is mapped: one call, all of them hits unless that was forced."""
-        for file_index in {part.file_index for part in table.tower.slices}:
-            self.pool.reader.disk.check_unchanged(file_index)  # a file cut short would end the process
         groups = group_pairs(ids)
         began = perf_counter()
         fence = compute(

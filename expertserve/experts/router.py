@@ -50,18 +50,18 @@ def route(logits: NDArray[np.float32], rule: RouterRule) -> tuple[NDArray[np.int
     Returns:
         ids int32 [rows, top_k] by falling score (equal scores by rising id), weights float32 [rows, top_k].
     """
-    if rule.gating is Gating.SOFTMAX:
-        scores = np.exp(logits - logits.max(axis=1, keepdims=True))
-        scores /= scores.sum(axis=1, keepdims=True)
+    # Both gatings rise with the logit, so the logits order the experts.
+    ids = np.argsort(-logits, axis=1, kind="stable")[:, : rule.top_k]
+    rows, num_experts = logits.shape
+    chosen = logits.take(ids if rows == 1 else ids + num_experts * np.arange(rows)[:, None])
+    if rule.gating is Gating.SIGMOID:
+        weights = 1 / (1 + np.exp(-chosen))
     else:
-        scores = 1 / (1 + np.exp(-logits))
-    rows = np.arange(logits.shape[0])[:, None]
-    ids = np.argpartition(scores, -rule.top_k, axis=1)[:, -rule.top_k :]
-    ids.sort(axis=1)
-    ids = ids[rows, np.argsort(-scores[rows, ids], axis=1, kind="stable")]
-    weights = scores[rows, ids]
+        weights = np.exp(chosen - chosen[:, :1])
+        if not rule.normalise:
+            weights /= np.exp(logits - chosen[:, :1]).sum(axis=1, keepdims=True)
     if rule.normalise:
         weights /= np.maximum(weights.sum(axis=1, keepdims=True), MIN_WEIGHT_SUM)
     if rule.scale != 1.0:
         weights *= np.float32(rule.scale)
-    return ids.astype(np.int32), weights
+    return ids.astype(np.int32), weights.astype(np.float32, copy=False)
