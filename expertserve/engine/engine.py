@@ -208,7 +208,6 @@ class Engine:
     def _fail(self, error: ExpertServeError) -> None:
         with self._changed:
             self.state, self.error = "failed", error
-            self._messages.clear()
             self._scheduler.running.clear()
             self._scheduler.queue.clear()
             sequences = list(self._sequences.values())
