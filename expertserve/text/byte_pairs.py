@@ -44,13 +44,11 @@ class BytePairEncoder:
         # Symbols the library must know while it merges but for which the file has no token: their ids lie past the
         # file's.
         alphabet = list(byte_alphabet().values()) if self._byte_level else [f"<0x{byte:02X}>" for byte in range(256)]
-        for symbol in [*alphabet, *(part for left, right in pairs for part in (left, right, left + right))]:
-            extended.setdefault(symbol, len(extended))
-        self._fallback = {
-            id_: () if text in alphabet else self._spelt(text)
-            for text, id_ in extended.items()
-            if id_ >= len(vocabulary)
-        }
+        wanted = {*alphabet, *map("".join, pairs), *(part for pair in pairs for part in pair)}
+        missing = wanted - vocabulary.keys()
+        for symbol in missing:
+            extended[symbol] = len(extended)
+        self._fallback = {extended[symbol]: () if symbol in alphabet else self._spelt(symbol) for symbol in missing}
         model = BPE(
             vocab=extended,
             merges=pairs,
@@ -89,9 +87,5 @@ class BytePairEncoder:
 
 def _pairs(merges: Sequence[str]) -> list[tuple[str, str]]:
     """Returns the merge pairs in rank order; where a pair is listed twice, its first rank counts."""
-    pairs: dict[tuple[str, str], None] = {}
-    for line in merges:
-        cut = line.find(" ", 1)
-        if cut > 0 and cut + 1 < len(line):
-            pairs.setdefault((line[:cut], line[cut + 1 :]))
-    return list(pairs)
+    cuts = ((line, line.find(" ", 1)) for line in merges)
+    return list(dict.fromkeys((line[:cut], line[cut + 1 :]) for line, cut in cuts if 0 < cut < len(line) - 1))

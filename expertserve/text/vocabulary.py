@@ -159,11 +159,11 @@ def _pretokenizer(metadata: Mapping[str, Any]) -> PreTokenizer | None:
     return PRETOKENIZERS[name]
 
 
-def _list(metadata: Mapping[str, Any], key: str, of: type | tuple[type, ...] = str) -> list[Any]:
+def _list(metadata: Mapping[str, Any], key: str, of: frozenset[type] = frozenset({str})) -> list[Any]:
     values = metadata.get(f"tokenizer.ggml.{key}")
     if values is None:
         raise GGUFError(f"tokenizer.ggml.{key} is missing; convert the model again")
-    if not isinstance(values, list) or not all(isinstance(value, of) for value in values):
+    if not isinstance(values, list) or not {*map(type, values)} <= of:
         raise GGUFError(f"tokenizer.ggml.{key} has an element of the wrong type")
     return values
 
@@ -179,7 +179,7 @@ def _kinds(metadata: Mapping[str, Any], count: int) -> list[TokenKind]:
     if "tokenizer.ggml.token_type" not in metadata:
         return [TokenKind.NORMAL] * count
     known = {int(kind): kind for kind in TokenKind}
-    values = _list(metadata, "token_type", int)
+    values = _list(metadata, "token_type", frozenset({int}))
     if len(values) < count:
         raise GGUFError(f"tokenizer.ggml.token_type has {len(values)} entries for {count} tokens")
     return [known.get(value, TokenKind.UNDEFINED) for value in values[:count]]
@@ -188,7 +188,7 @@ def _kinds(metadata: Mapping[str, Any], count: int) -> list[TokenKind]:
 def _scores(metadata: Mapping[str, Any], count: int) -> list[float]:
     if "tokenizer.ggml.scores" not in metadata:
         return [0.0] * count
-    values = _list(metadata, "scores", (int, float))
+    values = _list(metadata, "scores", frozenset({int, float}))
     if len(values) < count:
         raise GGUFError(f"tokenizer.ggml.scores has {len(values)} entries for {count} tokens")
     return [float(value) for value in values]

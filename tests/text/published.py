@@ -86,9 +86,9 @@ def _from_ranks(ranked: list[bytes], pre: str) -> dict[str, Any]:
         if len(parts) == 2:
             merges.append(" ".join(map(spelt, parts)))
     vocabulary = Vocabulary([spelt(token) for token in ranked], merges)
-    for text in ("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|endoftext|>"):
-        vocabulary.add(text, CONTROL)
-    ids = {"bos_token_id": len(ranked), "eos_token_id": len(ranked) + 1}
+    for text in ("<|im_start|>", "<|im_end|>", "<|endoftext|>"):
+        vocabulary.set(text, CONTROL)
+    ids = {"bos_token_id": vocabulary.set("<s>", CONTROL), "eos_token_id": vocabulary.set("</s>", CONTROL)}
     return vocabulary.metadata("gpt2", pre, **ids)
 
 
