@@ -101,6 +101,13 @@ class Waves:
                 return
             awaited[fill] = missing.popleft()
 
+    def _drain(self, awaited: dict[Fill, int]) -> None:
+        """Lets the reads that the layer still waits for end, whatever comes of them."""
+        while awaited and self._pool.in_flight:
+            for fill in self._pool.collect(wait=True):
+                fill.settle(fill)
+                awaited.pop(fill, None)
+
     def _await_reads(
         self, table: LayerTable, keys: NDArray[np.int64], awaited: dict[Fill, int], missing: deque[int]
     ) -> NDArray[np.int64]:
@@ -121,6 +128,7 @@ class Waves:
             elif group is not None:
                 failure = failure or error
         if failure is not None:
+            self._drain(awaited)  # or a later step would wait for reads that were begun in this one, and fail with them
             raise failure
         groups = np.sort(np.array(ready, np.int64))
         table.cache.pin(keys[groups])
