@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -100,10 +101,15 @@ def test_resident_experts_are_computed_while_the_disk_works() -> None:
             world.run(lane, 0, row(0, 1))
         disk.gate.clear()
         calls = []
+        begun = len(disk.reads)
 
         def compute(batch: SlotBatch) -> None:
+            deadline = time.monotonic() + 10
+            while len(disk.reads) == begun:  # the miss is being read before the hit is computed
+                assert time.monotonic() < deadline
+                time.sleep(0.001)
             calls.append(batch.pairs.tolist())
-            disk.gate.set()  # only the call with the hits lets the disk go on
+            disk.gate.set()  # and only the call with the hit lets the disk go on
 
         with lane.step(decode_rows=1, prefill_rows=0):
             lane.run_layer(0, row(5, 1), compute)

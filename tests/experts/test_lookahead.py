@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 
@@ -92,6 +93,31 @@ def test_guesses_that_were_not_begun_are_taken_back_when_their_layer_chooses_oth
         total = lane.stats.total()
         assert (total.lookahead_used, total.lookahead_wasted) == (0, 1)
         assert len(disk.reads) == 6 + 3 + 6
+        with lane.step(decode_rows=1, prefill_rows=0):
+            pass
+        with lane.step(decode_rows=1, prefill_rows=0):
+            world.run(lane, 0, row(0, 1))  # publishes what came meanwhile
+        cache = lane.streamers[0].cache
+        assert not lane.streamers[0].filling and cache.resident_count + cache.free_count == cache.slot_count
+
+
+def test_a_guess_that_is_demanded_is_no_longer_put_off() -> None:
+    world = make_world()
+    disk = FakeDisk(world.files)
+    with open_lane(world, 20, disk=disk, lookahead="on", threads=1) as lane:
+        warmed(world, lane)
+        with lane.step(decode_rows=1, prefill_rows=0):
+            disk.gate.clear()
+            lane.look_ahead(1, row(4, 5))
+            lane.run_layer(0, row(0, 1), lambda batch: None)
+            wait_until(lambda: len(disk.reads) == 7)  # the first guess has begun, the second waits for an idle disk
+            opener = threading.Timer(0.05, disk.gate.set)
+            opener.start()
+            world.run(lane, 1, row(5, 7))
+            opener.join()
+        order = [offset for _, offset, _ in disk.reads[7:]]
+        guessed, missed = (world.towers[1].span(expert, 0).offset for expert in (5, 7))
+        assert order.index(guessed) < order.index(missed)
 
 
 def test_guesses_do_not_begin_before_the_demand_of_the_layer_that_runs() -> None:
