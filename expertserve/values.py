@@ -83,4 +83,10 @@ def file_to_write(value: object) -> Path:
 
 
 def file_or_off(value: object) -> Path | None:
-    return None if value is None or str(value) == "off" else file_to_write(value)
+    """A file that is read and replaced, so no device or pipe; None for `off`."""
+    if value is None or str(value) == "off":
+        return None
+    path = file_to_write(value)
+    if path.exists() and not path.is_file():
+        raise ValueError("should be a regular file")
+    return path

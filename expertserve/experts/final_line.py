@@ -68,10 +68,18 @@ def flush_final_line() -> None:
 
 
 def write_stats_json(stats: ExpertStats, path: Path) -> None:
-    """Writes the snapshot as JSON; a full disk costs the file, not the process."""
+    """Writes the snapshot as JSON; a full disk costs the file, not the process.
+
+    A file is replaced whole; a terminal, pipe or device takes the text as it comes, since replacing it would remove it.
+    """
+    path = path.resolve()
+    text = json.dumps(stats.snapshot(), indent=1) + "\n"
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        temporary.write_text(json.dumps(stats.snapshot(), indent=1) + "\n")
+        if path.exists() and not path.is_file():
+            path.write_text(text)
+            return
+        temporary.write_text(text)
         os.replace(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True)

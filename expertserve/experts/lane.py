@@ -61,7 +61,7 @@ class ExpertLane:
         self.pool = parts.pool
         self.streamers = parts.streamers
         self.wants_guesses = False
-        self.warnings = (*parts.warnings, *inert_settings(settings, parts.plan))
+        self.warnings = (*parts.warnings, *inert_settings(settings, parts.plan, mapped=parts.unstreamed is not None))
         self._settings = settings
         self._tables = parts.tables
         self._identity = parts.identity
@@ -135,7 +135,7 @@ class ExpertLane:
     def save_profile(self) -> str | None:
         """Saves hotness to the profile, if there is one and anything ran; returns a warning where that failed."""
         path, identity = self._settings.profile, self._identity
-        if path is None or identity is None or self.clock.steps == 0:
+        if path is None or identity is None or self.clock.steps == 0 or self._unstreamed is not None:
             return None
         hotness = {layer: table.cache.current_hotness()[table.keys] for layer, table in self._tables.items()}
         return save_profile(path, identity, hotness)
@@ -150,6 +150,8 @@ class ExpertLane:
             write_line(f"warning: {warning}")
         if self._trace is not None:
             self._trace.close()
+            if self._trace.warning is not None:
+                write_line(f"warning: {self._trace.warning}")
         self.pool.close()
         for streamer in self.streamers:
             streamer.store.close()

@@ -199,7 +199,7 @@ def announce(stats: ExpertStats, parts: LaneParts, settings: LaneSettings) -> No
     )
 
 
-def inert_settings(settings: LaneSettings, plan: SlotPlan) -> tuple[str, ...]:
+def inert_settings(settings: LaneSettings, plan: SlotPlan, *, mapped: bool = False) -> tuple[str, ...]:
     """Settings that have no effect in the mode in force, each as a line for the user."""
     lines = []
     if settings.forced:
@@ -207,6 +207,8 @@ def inert_settings(settings: LaneSettings, plan: SlotPlan) -> tuple[str, ...]:
     elif plan.all_resident:
         if settings.lookahead == "on":
             lines.append("--lookahead on has no effect: every expert has a slot")
-        if settings.profile is not None:
+        if settings.profile is not None and mapped:
+            lines.append("--profile has no effect: every expert is resident, served from the mapped file")
+        elif settings.profile is not None:
             lines.append("--profile starts nothing warmer: every expert has a slot and is loaded at start")
     return tuple(lines)

@@ -7,9 +7,11 @@ unreadable yields a warning and a cold start, and a failed save leaves the old f
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import stat
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
@@ -23,6 +25,7 @@ from expertserve.gguf.spans import ExpertTower
 
 _MAGIC = b"EXPERTHOT1\n"
 _HEADER_LIMIT = 1 << 20
+_MOST_BYTES = 64 << 20  # 4 bytes an expert: far more than any model has
 Hotness = Mapping[int, NDArray[np.float64]]
 
 
@@ -73,13 +76,24 @@ def save_profile(path: Path, identity: ModelIdentity, hotness: Hotness) -> str |
 def load_profile(path: Path, identity: ModelIdentity) -> tuple[Hotness, tuple[str, ...]]:
     """Hotness by layer, empty with a warning where the file cannot be used; a file that is not there is no fault."""
     try:
-        return _parse(path.read_bytes(), identity), ()
+        return _parse(_read_whole(path), identity), ()
     except FileNotFoundError:
         return {}, ()
     except OSError as error:
         return {}, (f"the profile {path} cannot be read ({error.strerror or error}); starting cold",)
     except _Unusable as reason:
         return {}, (f"the profile {path} is ignored ({reason}); starting cold",)
+
+
+def _read_whole(path: Path) -> bytes:
+    """A profile's bytes; a device would never end, and a profile is small."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "not a regular file")
+    with path.open("rb") as file:
+        data = file.read(_MOST_BYTES + 1)
+    if len(data) > _MOST_BYTES:
+        raise _Unusable("it is too large for a profile")
+    return data
 
 
 def _parse(data: bytes, identity: ModelIdentity) -> Hotness:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -135,3 +137,14 @@ def test_the_json_file_holds_the_same_numbers(tmp_path: Path) -> None:
 def test_a_json_file_that_cannot_be_written_costs_a_warning_not_the_line(tmp_path: Path) -> None:
     status, lines = run("step()", json_path=tmp_path / "absent" / "stats.json")
     assert status == 0 and len(lines) == 1
+
+
+def test_statistics_go_into_a_pipe_without_replacing_it(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    received: list[str] = []
+    reader = threading.Thread(target=lambda: received.append(pipe.read_text()), daemon=True)
+    reader.start()
+    run("step()", json_path=pipe)
+    reader.join(20)
+    assert json.loads(received[0]) and pipe.is_fifo()

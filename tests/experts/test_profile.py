@@ -71,6 +71,20 @@ def test_a_profile_that_is_not_there_is_a_cold_start_without_a_word(tmp_path: Pa
     assert "cannot be read" in warnings[0]
 
 
+@pytest.mark.skipif(not Path("/dev/zero").exists(), reason="needs a device without an end")
+def test_a_device_in_place_of_a_profile_is_ignored_and_not_read_for_ever() -> None:
+    loaded, warnings = load_profile(Path("/dev/zero"), IDENTITY)
+    assert loaded == {} and "not a regular file" in warnings[0]
+
+
+def test_a_file_too_large_for_a_profile_is_ignored(tmp_path: Path) -> None:
+    path = tmp_path / "hot"
+    with path.open("wb") as file:
+        file.truncate(1 << 40)  # sparse
+    loaded, warnings = load_profile(path, IDENTITY)
+    assert loaded == {} and "too large" in warnings[0]
+
+
 def test_a_full_disk_costs_the_new_profile_and_not_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "hot"
     save_profile(path, IDENTITY, HOTNESS)
