@@ -15,10 +15,11 @@ from expertserve import log
 from expertserve.config import Settings
 from expertserve.data import model_path
 from expertserve.engine.engine import Engine
+from expertserve.experts.final_line import flush_final_line
 from expertserve.experts.lane import ExpertLane
 from expertserve.experts.memory import available_memory
 from expertserve.experts.opening import LaneSettings
-from expertserve.experts.stats import ExpertStats
+from expertserve.experts.stats import ExpertStats, write_line
 from expertserve.gguf.file import GGUFFile
 from expertserve.models.forward import Forward
 from expertserve.models.model import Model
@@ -63,7 +64,9 @@ def load_model(settings: Settings, stats: ExpertStats) -> LoadedModel:
     override = None if settings.chat_template is None else settings.chat_template.read_text(encoding="utf-8")
     template = ChatTemplate.from_gguf(file, tokenizer, override)
     with ExitStack() as opened:
-        backend = make_backend(settings.device, threads=settings.threads, flash_attention=settings.flash_attn)
+        backend = make_backend(
+            settings.device, threads=settings.threads, flash_attention=settings.flash_attn, on_abort=_on_abort
+        )
         opened.callback(backend.close)
         dense = model.dense_weights()
         backend.check(dense, model.towers.values())
@@ -103,6 +106,12 @@ def load_model(settings: Settings, stats: ExpertStats) -> LoadedModel:
     engine.start()
     logger.info("model ready", model=file.paths[0].name, context=engine.context, slots=lane.plan.reason)
     return LoadedModel(_name(file, settings.model), file, tokenizer, template, forward, engine)
+
+
+def _on_abort(message: str) -> None:
+    """The kernel library ends the process after this; its reason and the statistics are said first."""
+    write_line(f"error: a kernel failed: {message}")
+    flush_final_line()
 
 
 def kv_bytes(model: Model, kv_type: KVType, cells: int) -> int:

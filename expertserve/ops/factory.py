@@ -5,21 +5,34 @@ A backend's libraries are imported when it is made, so that a device that is not
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from expertserve.errors import KernelUnavailableError
 from expertserve.ops.base import Backend
 
 DEVICES = ("cpu", "reference")
 
 
-def make_backend(device: str, *, threads: int, flash_attention: bool) -> Backend:
+def make_backend(
+    device: str, *, threads: int, flash_attention: bool, on_abort: Callable[[str], None] | None = None
+) -> Backend:
     """The backend of `device`, without weights.
+
+    Args:
+        device: where to compute.
+        threads: CPU threads.
+        flash_attention: fused attention rather than a score matrix.
+        on_abort: called with the message where a kernel library is about to end the process.
 
     Raises:
         KernelUnavailableError: nothing here computes on that device.
     """
     if device in ("cpu", "auto"):
         from expertserve.ops.ggml.backend import GgmlBackend
+        from expertserve.ops.ggml.library import call_on_abort
 
+        if on_abort is not None:
+            call_on_abort(on_abort)
         return GgmlBackend(threads=threads, flash_attention=flash_attention)
     if device == "reference":
         from expertserve.ops.reference import ReferenceBackend

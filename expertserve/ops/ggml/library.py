@@ -7,6 +7,7 @@ pointer bits, and declares the structures that our kernels take. It computes not
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any, cast
 
@@ -138,6 +139,19 @@ MIN_COLUMNS = 8
 _COLUMN_FORMATS = {ggml.GGML_TYPE_Q8_K: 1, ggml.GGML_TYPE_Q8_0: 2, ggml.GGML_TYPE_Q8_1: 3}
 _MAX_TILES = 4
 _TILE_BLOCK_BYTES = 8 * 32 + 2 * 8 * 4
+
+
+_abort_callbacks: list[Any] = []
+
+
+def call_on_abort(callback: Callable[[str], None]) -> None:
+    """Has `callback` called with ggml's message before a failed assertion inside ggml ends the process."""
+
+    def called(message: bytes) -> None:
+        callback(message.decode(errors="replace"))
+
+    _abort_callbacks.append(ggml.ggml_abort_callback_t(called))  # ggml holds a bare pointer to the last one
+    ggml.ggml_set_abort_callback(_abort_callbacks[-1])
 
 
 def kernel(name: str) -> Any:
