@@ -247,9 +247,9 @@ void rows_times_columns(const struct tile_format *format, const char *weights, i
 /* The tiled kernel of a ggml weight type, by ggml's number of the type; unpack is NULL where there is none. */
 EXPORT struct tile_format tile_format_of(int ggml_type) {
     static const struct { int type; struct tile_format format; } FORMATS[] = {
-        {2, {unpack_q4_0, 0, 1}}, {8, {unpack_q8_0, 1, 0}}, {12, {unpack_q4_k, 0, 1}}, {13, {unpack_q5_k, 0, 1}},
+        {2, {unpack_q4_0, 0}}, {8, {unpack_q8_0, 1}}, {12, {unpack_q4_k, 0}}, {13, {unpack_q5_k, 0}},
     };
-    const struct tile_format none = {NULL, 0, 0};
+    const struct tile_format none = {NULL, 0};
     if (have_tiles()) {
         for (size_t i = 0; i < sizeof FORMATS / sizeof FORMATS[0]; i++) {
             if (FORMATS[i].type == ggml_type) {

@@ -26,8 +26,7 @@ typedef void (*unpack_fn)(struct tile_block *tile, const void *row, int row_in_t
 /* How weights of one type become tiles; NULL unpack: no tiled kernel for this type on this processor. */
 struct tile_format {
     unpack_fn unpack;
-    int is_signed;  /* q holds int8 rather than uint8 of at most 5 bits */
-    int has_offset; /* offset is not zero */
+    int is_signed; /* q holds int8 and offset is zero; else q holds uint8 of at most 5 bits */
 };
 
 /* Formats of activation rows that ggml quantises to. */

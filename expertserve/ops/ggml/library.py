@@ -27,7 +27,7 @@ GRAPH_COMPUTE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
 class TileFormat(ctypes.Structure):
     """`struct tile_format` of gemm.h."""
 
-    _fields_ = (("unpack", ctypes.c_void_p), ("is_signed", ctypes.c_int), ("has_offset", ctypes.c_int))
+    _fields_ = (("unpack", ctypes.c_void_p), ("is_signed", ctypes.c_int))
 
 
 class Matrix(ctypes.Structure):
