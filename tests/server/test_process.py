@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -195,7 +195,9 @@ def test_a_signal_lets_running_requests_end_and_accepts_no_more() -> None:
                 deadline = time.monotonic() + 2
                 with pytest.raises(httpx.ConnectError):
                     while time.monotonic() < deadline:
-                        late.get("/health", headers={"connection": "close"})
+                        # A connection that waited in the backlog as the listener closed is reset, not refused.
+                        with suppress(httpx.ReadError, httpx.RemoteProtocolError):
+                            late.get("/health", headers={"connection": "close"})
             rest = [line for line in lines if line]
         assert len(rest) > 10
         assert rest[-1] == "data: [DONE]" and '"finish_reason": "length"' in rest[-2]
