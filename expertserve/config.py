@@ -41,6 +41,10 @@ def _no_penalty(settings: Settings) -> str | None:
     return "no penalty is set" if off else None
 
 
+def _fed(settings: Settings) -> str | None:
+    return "feed says which tokens are run, once" if settings.feed else None
+
+
 def _raw(settings: Settings) -> str | None:
     return "raw gives the prompt to the model as it is" if settings.raw else None
 
@@ -212,10 +216,23 @@ class Settings:
         bounds={"ge": 1024},
     )
 
-    prompt_tokens: int = setting(512, "Length of the prompt whose prefill is timed.", commands=_BENCH, bounds={"ge": 1})
-    decode_tokens: int = setting(64, "Tokens whose decode is timed.", commands=_BENCH, bounds={"ge": 1})
+    prompt_tokens: int = setting(
+        512, "Length of the prompt whose prefill is timed.", commands=_BENCH, bounds={"ge": 1}, inert=_fed
+    )
+    decode_tokens: int = setting(64, "Tokens whose decode is timed.", commands=_BENCH, bounds={"ge": 1}, inert=_fed)
     repetitions: int = setting(
-        5, "Runs whose median is reported; one more warms up.", commands=_BENCH, bounds={"ge": 1, "le": 1000}
+        5,
+        "Runs whose median is reported; one more warms up.",
+        commands=_BENCH,
+        bounds={"ge": 1, "le": 1000},
+        inert=_fed,
+    )
+    feed: Path | None = setting(
+        None,
+        'A JSON file {"prompt": [ids], "decode": [ids]} to feed once, cold, as another engine was fed.',
+        commands=_BENCH,
+        parse=readable_file,
+        default_text="random prompts, greedy decode",
     )
 
     log_format: Literal["text", "json"] = setting("text", "Form of the log lines on standard error.")

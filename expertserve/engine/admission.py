@@ -58,6 +58,8 @@ def _check_sampling(params: SamplingParams, vocab_size: int) -> None:
     _check_range("max_tokens", params.max_tokens or 0, 0, math.inf)
     _check_range("logprobs", params.logprobs or 0, 0, vocab_size)
     _check_range("prompt_logprobs", params.prompt_logprobs or 0, 0, vocab_size)
+    if not all(0 <= token < vocab_size for token in params.forced):
+        raise RequestError(f"a forced token id is outside 0..{vocab_size - 1}", param="forced")
     for token, bias in params.logit_bias.items():
         if not 0 <= token < vocab_size:
             raise RequestError(f"logit_bias names token {token}, outside 0..{vocab_size - 1}", param="logit_bias")

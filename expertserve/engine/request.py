@@ -36,6 +36,7 @@ class SamplingParams:
         ignore_eos: end-of-generation tokens do not end the text.
         logprobs: k gives each token's log-probability with the k best beside it; None gives none.
         prompt_logprobs: the same for the prompt's tokens.
+        forced: the first tokens are these, whatever the logits say (teacher forcing).
     """
 
     temperature: float = 1.0
@@ -53,6 +54,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    forced: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)

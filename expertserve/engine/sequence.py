@@ -117,8 +117,9 @@ class Sequence:
         self.prompt_logprobs += token_logprobs(logits[: len(following)], following, count)
 
     def sample(self, logits: NDArray[np.float32]) -> tuple[int, TokenLogprob | None]:
-        """Samples the next token from a row of logits and appends it."""
-        token = self.sampler.sample(logits, self.tokens)
+        """Samples the next token from a row of logits, unless it is forced, and appends it."""
+        forced = self.request.params.forced
+        token = forced[self.generated] if self.generated < len(forced) else self.sampler.sample(logits, self.tokens)
         count = self.request.params.logprobs
         logprob = None if count is None else token_logprobs(logits[np.newaxis], (token,), count)[0]
         self._tokens[self.num_tokens] = token

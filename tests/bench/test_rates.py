@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from expertserve.bench.rates import measure_all, summary
+from expertserve.bench.rates import Feed, measure_all, measure_fed, summary
 from expertserve.engine.request import FinishEvent, Request, Timings, TokenEvent, TokenLogprob, Usage
-from expertserve.errors import KernelUnavailableError
+from expertserve.errors import ConfigError, KernelUnavailableError
 
 
 class FakeEngine:
@@ -20,7 +22,9 @@ class FakeEngine:
         self.requests.append(request)
         number, tokens = len(self.requests), request.params.max_tokens or 0
         for token in range(tokens):
-            logprob = TokenLogprob(token, self._logprob, []) if request.params.logprobs is not None else None
+            wanted = request.params.logprobs
+            top = [(7 * token, self._logprob)] if wanted else []
+            logprob = None if wanted is None else TokenLogprob(token, self._logprob, top)
             request.on_event(TokenEvent(token, "", logprob))
         usage = Usage(len(request.prompt), tokens, 0)
         request.on_event(FinishEvent("length", "", usage, Timings(0.0, 100.0 * number, 10.0 * number, 100.0 * number)))
@@ -62,3 +66,30 @@ def test_output_that_is_not_finite_ends_the_benchmark() -> None:
 
 def test_one_token_has_no_decode_rate() -> None:
     assert runs(FakeEngine(), decode_tokens=1)["decode_tok_s"] is None
+
+
+def test_fed_tokens_are_all_computed_and_compared_with_the_models_choices() -> None:
+    engine = FakeEngine()
+    run = measure_fed(engine, Feed([5, 6, 7], (0, 7, 14, 20)))
+    (request,) = engine.requests
+    assert request.prompt == [5, 6, 7] and request.params.forced == (0, 7, 14, 20) and request.params.max_tokens == 5
+    assert run.agreement == 3 / 4
+    assert run.decode_tok_s == pytest.approx(4 / 0.01)
+    assert summary([run])["agreement"] == 0.75
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"prompt": [1]}', '{"prompt": [], "decode": [1]}', '{"prompt": [1.5], "decode": [1]}',
+                '{"prompt": [true], "decode": [1]}', '{"prompt": 3, "decode": [1]}', "\xff"]
+)  # fmt: skip
+def test_a_file_without_token_ids_is_refused(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "ids.json"
+    path.write_text(content, "latin-1")
+    with pytest.raises(ConfigError, match=r"--feed .*should be JSON"):
+        Feed.read(path)
+
+
+def test_a_file_with_token_ids_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "ids.json"
+    path.write_text('{"prompt": [3, 4], "decode": [5]}')
+    assert Feed.read(path) == Feed([3, 4], (5,))

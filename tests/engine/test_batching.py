@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -132,6 +134,17 @@ def test_an_end_of_generation_token_ends_with_stop_unless_ignored(make_rig: Make
         run_to_end(rig.engine)
         assert client.finish is not None
         assert (client.finish.reason, client.tokens) == (("length", [96] * 5) if ignore else ("stop", [96]))
+
+
+def test_forced_tokens_are_evaluated_in_place_of_the_models_own(make_rig: MakeRig) -> None:
+    """After them the model goes on as after a prompt that ends with them."""
+    rig = make_rig()
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    start, forced = prompt(1, 9), (5, 77, 5)
+    client = Client("a", start, replace(params, max_tokens=8, forced=forced))
+    rig.engine.submit(client.request)
+    run_to_end(rig.engine)
+    assert client.tokens == [*forced, *rig.oracle.expect([*start, *forced], params).tokens]
 
 
 def test_timings_add_up(make_rig: MakeRig) -> None:

@@ -184,6 +184,8 @@ def test_a_bug_in_the_forward_fails_the_engine_by_name(make_rig: MakeRig) -> Non
         ([1], SamplingParams(presence_penalty=float("inf")), "presence_penalty"),
         ([1], SamplingParams(logit_bias={97: 1.0}), "logit_bias"),
         ([1], SamplingParams(logit_bias={0: float("nan")}), "logit_bias"),
+        ([1], SamplingParams(forced=(3, 97)), "forced token"),
+        ([1], SamplingParams(forced=(-1,)), "forced token"),
         ([1], SamplingParams(stop=("",)), "stop string"),
         ([1], SamplingParams(stop=("x" * 1025,)), "stop string"),
         ([1], SamplingParams(stop=("x",) * 65), "stop strings"),
