@@ -16,6 +16,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from operator import eq
 from pathlib import Path
+from zlib import crc32
 
 import numpy as np
 
@@ -30,12 +31,18 @@ from expertserve.experts.stats import ExpertStats
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Rates of one run; `agreement` is the share of the forced tokens that the model itself would have chosen."""
+    """Rates of one run.
+
+    Attributes:
+        agreement: share of the forced tokens that the model itself would have chosen.
+        digest: of every forced token's log-probability; equal digests are equal outputs, bit for bit.
+    """
 
     prefill_tok_s: float
     decode_tok_s: float | None
     first_token_ms: float
     agreement: float | None = None
+    digest: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +87,8 @@ def measure(
         forced=forced,
     )
     finish = None
-    chosen = []
+    chosen: list[int] = []
+    logprobs: list[float] = []
     with closing(events(engine, prompt, params)) as stream:
         for event in stream:
             if isinstance(event, TokenEvent) and event.logprob:
@@ -88,6 +96,7 @@ def measure(
                     raise KernelUnavailableError(
                         "the model's output is not finite: kernels and file do not go together"
                     )
+                logprobs.append(event.logprob.logprob)
                 chosen += [event.logprob.top[0][0]] if event.logprob.top else []
             finish = event if isinstance(event, FinishEvent) else None
     assert finish is not None
@@ -98,6 +107,7 @@ def measure(
         decode_tok_s=decoded / timings.decode_ms * 1000 if decoded > 0 else None,
         first_token_ms=timings.ttft_ms,
         agreement=sum(map(eq, chosen, forced)) / len(forced) if forced else None,
+        digest=f"{crc32(np.array(logprobs).tobytes()):08x}" if forced else None,
     )
 
 
@@ -128,15 +138,18 @@ def _show(name: str, run: Run) -> None:
     print(f"{name}: prefill {run.prefill_tok_s:.1f} tok/s, decode {decode}", flush=True)
 
 
+def fed_summary(run: Run) -> dict[str, float | str | None]:
+    """A run over given tokens, with what tells whether its output was right."""
+    return {**summary([run]), "agreement": run.agreement, "digest": run.digest}
+
+
 def summary(runs: list[Run]) -> dict[str, float | None]:
     """Medians over the runs."""
     decode = [run.decode_tok_s for run in runs if run.decode_tok_s is not None]
-    agreement = [run.agreement for run in runs if run.agreement is not None]
     return {
         "prefill_tok_s": round(statistics.median(run.prefill_tok_s for run in runs), 2),
         "decode_tok_s": round(statistics.median(decode), 3) if decode else None,
         "first_token_ms": round(statistics.median(run.first_token_ms for run in runs), 2),
-        **({"agreement": round(statistics.median(agreement), 4)} if agreement else {}),
     }
 
 
@@ -145,7 +158,7 @@ def bench(settings: Settings, stats: ExpertStats) -> int:
     feed = None if settings.feed is None else Feed.read(settings.feed)
     with closing(load_model(dataclasses.replace(settings, parallel=1), stats)) as model:
         if feed is not None:
-            runs = [measure_fed(model.engine, feed)]
+            result = fed_summary(measure_fed(model.engine, feed))
         else:
             runs = measure_all(
                 model.engine,
@@ -154,7 +167,8 @@ def bench(settings: Settings, stats: ExpertStats) -> int:
                 decode_tokens=settings.decode_tokens,
                 repetitions=settings.repetitions,
             )
-        print(json.dumps({**summary(runs), **_conditions(settings, model, feed)}))
+            result = dict(summary(runs))
+        print(json.dumps({**result, **_conditions(settings, model, feed)}))
     return 0
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from expertserve.bench.rates import Feed, measure_all, measure_fed, summary
+from expertserve.bench.rates import Feed, fed_summary, measure_all, measure_fed, summary
 from expertserve.engine.request import FinishEvent, Request, Timings, TokenEvent, TokenLogprob, Usage
 from expertserve.errors import ConfigError, KernelUnavailableError
 
@@ -75,7 +75,13 @@ def test_fed_tokens_are_all_computed_and_compared_with_the_models_choices() -> N
     assert request.prompt == [5, 6, 7] and request.params.forced == (0, 7, 14, 20) and request.params.max_tokens == 5
     assert run.agreement == 3 / 4
     assert run.decode_tok_s == pytest.approx(4 / 0.01)
-    assert summary([run])["agreement"] == 0.75
+    assert fed_summary(run)["agreement"] == 0.75
+
+
+def test_equal_outputs_have_equal_digests_and_others_do_not() -> None:
+    feed = Feed([5, 6, 7], (0, 7, 14, 20))
+    digests = [fed_summary(measure_fed(FakeEngine(logprob), feed))["digest"] for logprob in (-1.0, -1.0, -1.0000001)]
+    assert digests[0] == digests[1] != digests[2] and isinstance(digests[0], str) and len(digests[0]) == 8
 
 
 @pytest.mark.parametrize(
