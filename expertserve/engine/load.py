@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from expertserve import log
 from expertserve.config import Settings
-from expertserve.data import model_path
+from expertserve.data import DEMO_NAME, model_path
 from expertserve.engine.engine import Engine
 from expertserve.experts.final_line import flush_final_line
 from expertserve.experts.lane import ExpertLane
@@ -154,7 +154,7 @@ def _lane_settings(settings: Settings) -> LaneSettings:
 
 
 def _name(file: GGUFFile, given: str) -> str:
-    return given if model_path(given).name != given and "/" not in given else file.paths[0].stem
+    return given if given == DEMO_NAME else file.paths[0].stem
 
 
 @contextmanager

@@ -72,7 +72,7 @@ class Forward:
         self.max_outputs = min(max_rows, max(min_outputs, LOGIT_BYTES // (4 * self.vocab_size)))
         self._backend = backend
         self._lane = lane
-        self.kv_bytes = backend.allocate_kv(model.kv_layouts(), kv_cells, kv_type)
+        backend.allocate_kv(model.kv_layouts(), kv_cells, kv_type)
         self._allocate_buffers()
         self._kernels = self._make_kernels()
         self._segments = self._make_segments()

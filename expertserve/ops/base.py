@@ -204,8 +204,6 @@ class ExpertShape:
 class Backend(ABC):
     """A device: its weights, KV cache, buffers, compiled segments and kernels."""
 
-    name: str
-
     @abstractmethod
     def check(self, infos: Iterable[TensorInfo], towers: Iterable[ExpertTower]) -> None:
         """Raises UnsupportedModelError for a tensor type or shape this device cannot compute with."""
@@ -215,8 +213,8 @@ class Backend(ABC):
         """Reads the dense weights once; `progress` is called with the bytes of each tensor."""
 
     @abstractmethod
-    def allocate_kv(self, layouts: Sequence[KVLayout], cells: int, kv_type: KVType) -> int:
-        """Allocates the KV cache and returns its bytes."""
+    def allocate_kv(self, layouts: Sequence[KVLayout], cells: int, kv_type: KVType) -> None:
+        """Allocates the KV cache."""
 
     @abstractmethod
     def allocate_buffer(self, name: str, shape: Sequence[int], dtype: Any) -> None:

@@ -27,7 +27,7 @@ def make_backend(
     Raises:
         KernelUnavailableError: nothing here computes on that device.
     """
-    if device in ("cpu", "auto"):
+    if device == "cpu":
         from expertserve.ops.ggml.backend import GgmlBackend
         from expertserve.ops.ggml.library import call_on_abort
 

@@ -214,8 +214,6 @@ class NumpyExpertKernel(base.ExpertKernel):
 class ReferenceBackend(base.Backend):
     """NumPy on the host."""
 
-    name = "reference"
-
     def __init__(self) -> None:
         self.rows = self.outputs = 0
         self.mask: NDArray[np.float16] = np.zeros((0, 0), np.float16)
@@ -235,14 +233,13 @@ class ReferenceBackend(base.Backend):
             self._weights[info.name] = dequantise(raw, info, info.shape)
             progress(info.nbytes)
 
-    def allocate_kv(self, layouts: Sequence[KVLayout], cells: int, kv_type: KVType) -> int:
+    def allocate_kv(self, layouts: Sequence[KVLayout], cells: int, kv_type: KVType) -> None:
         if kv_type is KVType.Q8_0:
             raise UnsupportedModelError("the reference device has no q8_0 KV cache: use --kv-type f16 or f32")
         for kv in layouts:
             k = np.zeros((cells, kv.num_heads, kv.k_dim), kv_type.value.replace("f", "float"))
             v = np.zeros((cells, kv.num_heads, kv.v_dim), k.dtype)
             self._kv[kv.layer] = k, v
-        return sum(k.nbytes + v.nbytes for k, v in self._kv.values())
 
     def allocate_buffer(self, name: str, shape: Sequence[int], dtype: Any) -> None:
         self._buffers[name] = np.zeros(shape, dtype)

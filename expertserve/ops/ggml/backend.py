@@ -16,14 +16,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from expertserve.anonymous import map_anonymous
-from expertserve.errors import CapacityError, KernelUnavailableError, UnsupportedModelError
+from expertserve.errors import CapacityError, UnsupportedModelError
 from expertserve.gguf.file import TensorInfo
 from expertserve.gguf.spans import ExpertTower
 from expertserve.ops import base
 from expertserve.ops.base import ExpertShape, KVLayout, KVType, ReadTensor
 from expertserve.ops.ggml.experts import GgmlExpertKernel
 from expertserve.ops.ggml.graph import GgmlGraph, GgmlTensor
-from expertserve.ops.ggml.library import GRAPH_COMPUTE, ggml
+from expertserve.ops.ggml.library import ggml
+from expertserve.ops.ggml.plan import GraphPlan
 
 ALIGNMENT = 64
 MAX_SEGMENTS = 512
@@ -46,20 +47,21 @@ def align(n: int) -> int:
 
 
 class GgmlSegment(base.Segment):
-    """A compiled graph, its plan and its work buffer."""
+    """A compiled graph and its plan."""
 
     def __init__(self, graph: GgmlGraph, threads: int, work: Callable[[int], Memory]) -> None:
         self._graph = graph
-        self._plan = ggml.ggml_graph_plan(graph.graph, threads, None)
-        if self._plan.work_size:
-            self._work = work(self._plan.work_size)
-            self._plan.work_data = ctypes.cast(self._work.address, ctypes.POINTER(ctypes.c_uint8))
-        self._args = (ctypes.addressof(graph.graph.contents), ctypes.addressof(self._plan))
+        self._plan = GraphPlan(graph.graph, threads, self._keep(work))
+
+    def _keep(self, work: Callable[[int], Memory]) -> Callable[[int], int]:
+        def address(nbytes: int) -> int:
+            self._work = work(nbytes)
+            return self._work.address
+
+        return address
 
     def run(self) -> None:
-        status = GRAPH_COMPUTE(*self._args)
-        if status != 0:
-            raise KernelUnavailableError(f"ggml could not compute a graph (status {status})")
+        self._plan.run()
 
     def free(self) -> None:
         """Releases ggml's context; the segment must not run again."""
@@ -68,8 +70,6 @@ class GgmlSegment(base.Segment):
 
 class GgmlBackend(base.Backend):
     """ggml on the CPU with `threads` threads."""
-
-    name = "cpu"
 
     def __init__(self, *, threads: int, flash_attention: bool) -> None:
         ggml.ggml_cpu_init()
@@ -101,7 +101,7 @@ class GgmlBackend(base.Backend):
 
     def load_weights(self, infos: Sequence[TensorInfo], read: ReadTensor, progress: Callable[[int], None]) -> None:
         memory = self._allocate(sum(align(info.nbytes) for info in infos))
-        context = self._context(len(infos))
+        context = self.context(len(infos))
         offset = 0
         for info in infos:
             read(info.name, memory.array.data[offset : offset + info.nbytes])
@@ -112,11 +112,10 @@ class GgmlBackend(base.Backend):
             offset += align(info.nbytes)
             progress(info.nbytes)
 
-    def allocate_kv(self, layouts: Sequence[KVLayout], cells: int, kv_type: KVType) -> int:
+    def allocate_kv(self, layouts: Sequence[KVLayout], cells: int, kv_type: KVType) -> None:
         if kv_type is KVType.Q8_0 and not self.flash_attention:
             raise UnsupportedModelError("a q8_0 KV cache needs flash attention: use --flash-attn on or --kv-type f16")
-        context = self._context(2 * len(layouts))
-        total = 0
+        context = self.context(2 * len(layouts))
         for layout in layouts:
             pair = []
             for dim in (layout.k_dim, layout.v_dim):
@@ -125,10 +124,8 @@ class GgmlBackend(base.Backend):
                 tensor = ggml.ggml_new_tensor_2d(context, KV_TYPES[kv_type], layout.num_heads * dim, cells)
                 memory = self._allocate(cells * kv_type.row_bytes(layout.num_heads * dim))
                 tensor.contents.data = memory.address
-                total += memory.nbytes
                 pair.append(tensor)
             self._kv[layout.layer] = (pair[0], pair[1])
-        return total
 
     def allocate_buffer(self, name: str, shape: Sequence[int], dtype: Any) -> None:
         memory = self._allocate(int(np.prod(shape)) * np.dtype(dtype).itemsize)
@@ -146,8 +143,9 @@ class GgmlBackend(base.Backend):
         self._memory.append(memory)
         return memory
 
-    def _context(self, tensors: int) -> Any:
-        size = (tensors + 1) * ggml.ggml_tensor_overhead()
+    def context(self, tensors: int, more_bytes: int = 0) -> Any:
+        """A ggml context with room for `tensors` descriptions, freed with the backend."""
+        size = (tensors + 1) * ggml.ggml_tensor_overhead() + more_bytes
         context = ggml.ggml_init(ggml.ggml_init_params(mem_size=size, mem_buffer=None, no_alloc=True))
         self._contexts.append(context)
         return context
@@ -183,14 +181,18 @@ class GgmlBackend(base.Backend):
         self._buffers["mask"][: mask.size] = mask.reshape(-1)
 
     def compile(self, name: str, build: Callable[[base.Graph], None]) -> GgmlSegment:
-        uses_kv, uses_outputs = self._uses.get(name, (True, True))
-        key = (name, self.rows, self.n_kv if uses_kv else 0, self.outputs if uses_outputs else 0)
+        key = self._segment_key(name)
         segment = self._segments.get(key)
         if segment is None:
             segment = self._build(name, build)
         else:
             self._segments.move_to_end(key)
         return segment
+
+    def _segment_key(self, name: str) -> tuple[str, int, int, int]:
+        """What a segment's graph depends on; all of it, as long as the segment was never built."""
+        uses_kv, uses_outputs = self._uses.get(name, (True, True))
+        return name, self.rows, self.n_kv if uses_kv else 0, self.outputs if uses_outputs else 0
 
     def _build(self, name: str, build: Callable[[base.Graph], None]) -> GgmlSegment:
         graph = GgmlGraph(self)
@@ -207,13 +209,8 @@ class GgmlBackend(base.Backend):
             self._scratch_bytes = scratch
             self._drop(len(self._segments))
         self._uses[name] = (graph.uses_kv, graph.uses_outputs)
-        key = (
-            name,
-            self.rows,
-            self.n_kv if graph.uses_kv else 0,
-            self.outputs if graph.uses_outputs else 0,
-        )
-        segment = self._segments[key] = GgmlSegment(graph, self.threads, self._work_buffer)
+        segment = GgmlSegment(graph, self.threads, self._work_buffer)
+        self._segments[self._segment_key(name)] = segment
         self._drop(len(self._segments) - MAX_SEGMENTS)
         return segment
 

@@ -7,14 +7,14 @@ where they lie in their slots and writes rows of the buffer `expert_out`.
 from __future__ import annotations
 
 import ctypes
+from functools import partial
 from typing import TYPE_CHECKING
 
-from expertserve.errors import KernelUnavailableError, UnsupportedModelError
+from expertserve.errors import UnsupportedModelError
 from expertserve.gguf.spans import ExpertTower
 from expertserve.ops import base
 from expertserve.ops.base import Activation, ExpertShape
 from expertserve.ops.ggml.library import (
-    GRAPH_COMPUTE,
     ExpertCall,
     Matrix,
     column_bytes,
@@ -24,6 +24,7 @@ from expertserve.ops.ggml.library import (
     matrix,
     tile_scratch_bytes,
 )
+from expertserve.ops.ggml.plan import GraphPlan
 
 if TYPE_CHECKING:
     from expertserve.experts.batch import SlotBatch
@@ -83,25 +84,19 @@ class GgmlExpertKernel(base.ExpertKernel):
             scratch=backend.shared_scratch("tiles", 0, backend.threads * scratch_bytes),
             scratch_bytes=scratch_bytes,
         )
-        self._build(backend)
+        self._plan = self._build(backend)
 
-    def _build(self, backend: GgmlBackend) -> None:
-        size = 8 * ggml.ggml_tensor_overhead() + ggml.ggml_graph_overhead_custom(8, False)
-        self._ctx = ggml.ggml_init(ggml.ggml_init_params(mem_size=size, mem_buffer=None, no_alloc=True))
-        graph = ggml.ggml_new_graph_custom(self._ctx, 8, False)
+    def _build(self, backend: GgmlBackend) -> GraphPlan:
+        nodes = len(STAGES)
+        context = backend.context(2 * nodes, ggml.ggml_graph_overhead_custom(2 * nodes, False))
+        graph = ggml.ggml_new_graph_custom(context, 2 * nodes, False)
         unused_output = backend.shared_scratch("expert_unused", 0, 64)
         for stage in STAGES:
             user = ctypes.addressof(self._call)
-            node = ggml.ggml_custom_4d(self._ctx, ggml.GGML_TYPE_F32, 1, 1, 1, 1, None, 0, stage, -1, user)
+            node = ggml.ggml_custom_4d(context, ggml.GGML_TYPE_F32, 1, 1, 1, 1, None, 0, stage, -1, user)
             node.contents.data = unused_output
             ggml.ggml_build_forward_expand(graph, node)
-        self._graph = graph
-        self._plan = ggml.ggml_graph_plan(graph, backend.threads, None)
-        if self._plan.work_size:
-            self._plan.work_data = ctypes.cast(
-                backend.shared_scratch("expert_work", 0, self._plan.work_size), ctypes.POINTER(ctypes.c_uint8)
-            )
-        self._args = (ctypes.addressof(graph.contents), ctypes.addressof(self._plan))
+        return GraphPlan(graph, backend.threads, partial(backend.shared_scratch, "expert_work", 0))
 
     def begin(self, rows: int) -> None:
         self._call.num_rows = rows
@@ -121,7 +116,5 @@ class GgmlExpertKernel(base.ExpertKernel):
         call.down = down.ctypes.data
         call.group_start = batch.group_start.ctypes.data
         call.pairs = batch.pairs.ctypes.data
-        status = GRAPH_COMPUTE(*self._args)
-        if status != 0:
-            raise KernelUnavailableError(f"ggml could not compute the experts (status {status})")
+        self._plan.run()
         call.input_is_new = 0
