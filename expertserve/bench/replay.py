@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from expertserve.experts.cache import ExpertSlotCache
+from expertserve.experts.cache import ExpertSlotCache, prefill_weights
+from expertserve.experts.grouping import group_pairs
 from expertserve.experts.trace import TraceStep
 
 
@@ -27,11 +28,13 @@ class Requests:
     Attributes:
         num_keys: distinct experts there are.
         steps: by step, by layer: distinct keys asked for.
+        weights: likewise, what each choice adds to hotness; None for one each.
         counted: whether a step counts in the hit rate (decode steps do, after the warm-up).
     """
 
     num_keys: int
     steps: list[list[NDArray[np.int64]]]
+    weights: list[list[NDArray[np.float64] | None]]
     counted: list[bool]
 
 
@@ -44,11 +47,19 @@ def as_requests(layers: dict[int, int], steps: Iterable[TraceStep], *, warm_up: 
     for layer, experts in layers.items():
         first[layer] = total
         total += experts
-    played, counted = [], []
+    played, weights, counted = [], [], []
     for number, step in enumerate(steps):
-        played.append([np.unique(ids).astype(np.int64) + first[layer] for layer, ids in step.layers])
-        counted.append(number >= warm_up and step.rows.prefill_rows == 0)
-    return Requests(total, played, counted)
+        prefill = step.rows.prefill_rows > 0
+        layers_of_step = [(first[layer], group_pairs(ids), len(ids)) for layer, ids in step.layers]
+        played.append([groups.experts + start for start, groups, _ in layers_of_step])
+        weights.append(
+            [
+                prefill_weights(np.diff(groups.group_start), rows) if prefill else None
+                for _, groups, rows in layers_of_step
+            ]
+        )
+        counted.append(number >= warm_up and not prefill)
+    return Requests(total, played, weights, counted)
 
 
 class _Tally:
@@ -74,15 +85,15 @@ def slot_cache(decay: float) -> Policy:
     def replay(requests: Requests, slots: int) -> float:
         cache = ExpertSlotCache([(0, requests.num_keys)], slots, decay=decay)
         tally = _Tally()
-        for layers, counted in zip(requests.steps, requests.counted, strict=True):
-            for keys in layers:
-                cache.touch(keys)
+        for layers, weights, counted in zip(requests.steps, requests.weights, requests.counted, strict=True):
+            for keys, weight in zip(layers, weights, strict=True):
+                cache.touch(keys, weight)
                 resident = cache.slot_of[keys] >= 0
                 tally.add(int(resident.sum()), len(keys), counted)
                 hits = keys[resident]
                 cache.pin(hits)
                 for key in keys[~resident].tolist():
-                    if cache.begin_fill(key) is None:
+                    if cache.begin_fill(key, spare_hotter=weight is not None) is None:
                         cache.unpin(hits)
                         hits = hits[:0]
                         cache.begin_fill(key)

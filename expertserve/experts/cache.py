@@ -2,7 +2,8 @@
 
 A key is the dense index of (tower uid, expert), made by `key`; tables over all keys are NumPy arrays so that a
 layer's hits cost a few vector operations. Victim: lowest hotness, ties broken by least recent use. Hotness grows by
-one per step in which a key was selected and decays per step of the target's clock; it is kept in a domain that
+one per decode step in which a key was selected, in a prefill by `prefill_weights`, and decays per step of the target's
+clock; it is kept in a domain that
 inflates instead of decaying, so nothing is rescanned and a score only grows, which is what lets a heap with stale
 entries find victims in O(log n). Invariant: keys and slots are a bijection, and pinned or loading keys are never
 victims. One thread, the forward's, owns an instance.
@@ -18,8 +19,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 DEFAULT_DECAY = 0.995
+PREFILL_STEPS = 64
+"""How many decode steps a prefill counts as at most: what a prompt chose says what its answer will choose, but a long
+prompt must not flush what other answers use."""
 _RESCALE_ABOVE = 1e100
 NO_SLOT = -1
+
+
+def prefill_weights(counts: NDArray[np.int32], rows: int) -> NDArray[np.float64]:
+    """What a step of `rows` tokens adds to the hotness of experts that `counts` of them chose."""
+    return counts.astype(np.float64) * min(1.0, PREFILL_STEPS / rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,9 +164,19 @@ class ExpertSlotCache:
 
     # -- order -----------------------------------------------------------------------------------------------------
 
-    def touch(self, keys: NDArray[np.int64]) -> None:
-        """Notes that keys were selected in this step; `keys` is kept until the order is next needed."""
-        self._touched.append(keys)
+    def touch(self, keys: NDArray[np.int64], weights: NDArray[np.float64] | None = None) -> None:
+        """Notes that keys were selected in this step; `keys` is kept until the order is next needed.
+
+        Args:
+            keys: selected keys.
+            weights: what each adds to its key's hotness, for distinct keys; None for one each.
+        """
+        if weights is None:
+            self._touched.append(keys)
+            return
+        fresh = self.last_used[keys] != self.clock
+        self.hotness[keys[fresh]] += weights[fresh] * self.increment
+        self.last_used[keys] = self.clock
 
     def advance(self, *, decay: bool = True) -> None:
         """Ends a step. A draft's step passes `decay=False`: it does not age the target's hotness."""

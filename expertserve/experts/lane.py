@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from expertserve.experts.batch import ComputeFn, SlotBatch
 from expertserve.experts.budget import SlotPlan
+from expertserve.experts.cache import prefill_weights
 from expertserve.experts.grouping import group_pairs
 from expertserve.experts.kernels import RunningKernels
 from expertserve.experts.lookahead import MOST_ROWS, LookAhead
@@ -74,6 +75,7 @@ class ExpertLane:
         self._waves = Waves(self.pool, stats, self._ahead, self._running, keep_busy=max(8, 2 * settings.threads))
         self._files = {part.file_index for table in self._tables.values() for part in table.tower.slices}
         self._files_checked = False  # in this step
+        self._prefill = False  # this step has rows of a prompt
         self._step_began = 0.0
         self._closed = False
         self._busy_before = 0.0
@@ -166,6 +168,7 @@ class ExpertLane:
 
     def _begin_step(self, rows: StepRows) -> None:
         self.stats.enter_phase(rows.decode_rows, rows.prefill_rows)
+        self._prefill = rows.prefill_rows > 0
         self.wants_guesses = self._guesses and self._ahead.trial.active and _is_decode(rows)
         if self._trace is not None:
             self._trace.step(rows)
@@ -236,7 +239,9 @@ class ExpertLane:
             if 0 not in address[0].tolist():
                 self._run_resident(table, experts, address, compute, began)
                 return
-        self._waves.run(table, group_pairs(ids), compute, began)
+        groups = group_pairs(ids)
+        weights = prefill_weights(np.diff(groups.group_start), len(ids)) if self._prefill else None
+        self._waves.run(table, groups, weights, compute, began)
 
     def _run_unstreamed(
         self, address: NDArray[np.uint64], table: LayerTable, ids: NDArray[np.int32], compute: ComputeFn

@@ -37,12 +37,23 @@ class Waves:
         self._running = running
         self._keep_busy = keep_busy
 
-    def run(self, table: LayerTable, groups: Grouping, compute: ComputeFn, began: float) -> None:
-        """Resident experts while the misses are read, then the misses as they come."""
+    def run(
+        self,
+        table: LayerTable,
+        groups: Grouping,
+        weights: NDArray[np.float64] | None,
+        compute: ComputeFn,
+        began: float,
+    ) -> None:
+        """Resident experts while the misses are read, then the misses as they come.
+
+        Args:
+            weights: what each group adds to its expert's hotness; None for one each.
+        """
         counters = self._stats.current
         spent_before = counters.expert_s + counters.stalled_s
         keys = groups.experts + table.first_key
-        table.cache.touch(keys)
+        table.cache.touch(keys, weights)
         resident = table.address[0, groups.experts] != 0
         hits = np.flatnonzero(resident)
         table.cache.pin(keys[hits])

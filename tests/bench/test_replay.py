@@ -14,7 +14,7 @@ from expertserve.experts.trace import TraceStep
 
 def requests(*steps: list[list[int]], num_keys: int = 16) -> Requests:
     played = [[np.array(keys, np.int64) for keys in layers] for layers in steps]
-    return Requests(num_keys, played, [True] * len(played))
+    return Requests(num_keys, played, [[None] * len(layers) for layers in steps], [True] * len(played))
 
 
 def zipf(steps: int, seed: int = 0) -> Requests:
@@ -68,6 +68,16 @@ def test_prefill_and_warm_up_are_played_and_not_counted() -> None:
     trace = as_requests({0: 8}, steps, warm_up=2)
     assert trace.counted == [False, False, True]
     assert lru(trace, 8) == 1.0
+
+
+def test_a_replayed_prefill_keeps_what_most_of_its_tokens_chose() -> None:
+    """Layer 0 runs first, so recency alone would keep layer 1."""
+    often, rarely = [0, 1], [4, 5]
+    ids = np.array([often] * 7 + [rarely], np.int32)
+    decode = TraceStep(StepRows(1, 0), [(layer, np.array([often], np.int32)) for layer in (0, 1)])
+    trace = as_requests({0: 8, 1: 8}, [TraceStep(StepRows(0, 8), [(0, ids), (1, ids)]), decode])
+    assert slot_cache(0.995)(trace, 5) == 1.0
+    assert lru(trace, 5) < 1.0
 
 
 def test_the_comparison_names_every_policy() -> None:

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from expertserve.experts.cache import ExpertSlotCache
+from expertserve.experts.cache import ExpertSlotCache, prefill_weights
 
 
 def keys(*values: int) -> np.ndarray:
@@ -56,6 +56,17 @@ def test_hotness_counts_once_a_step_however_many_tokens_chose_an_expert() -> Non
     cache.touch(keys(3))
     cache.advance(decay=False)
     assert cache.current_hotness()[[3, 4]].tolist() == [1.0, 1.0]
+
+
+def test_a_prefill_is_shared_out_by_how_many_tokens_chose_an_expert() -> None:
+    cache = ExpertSlotCache([(1, 8)], 2)
+    for _ in range(2):  # the same layer again in a step counts once
+        cache.touch(keys(3, 4), prefill_weights(np.array([512, 8], np.int32), 512))
+    cache.advance(decay=False)
+    assert cache.current_hotness()[[3, 4, 5]].tolist() == [64.0, 1.0, 0.0]
+    cache.touch(keys(3, 4), prefill_weights(np.array([10, 1], np.int32), 10))
+    cache.advance(decay=False)
+    assert cache.current_hotness()[[3, 4, 5]].tolist() == [74.0, 2.0, 0.0]
 
 
 def test_hotness_grows_for_experts_that_are_not_resident() -> None:
