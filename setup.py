@@ -15,8 +15,8 @@ setup(
     ext_modules=[
         Extension(
             "expertserve.ops.ggml._kernels",
-            ["expertserve/ops/ggml/kernels.c", "expertserve/ops/ggml/gemm.c"],
-            depends=["expertserve/ops/ggml/gemm.h"],
+            [f"expertserve/ops/ggml/{name}.c" for name in ("kernels", "gemm", "attention")],
+            depends=["expertserve/ops/ggml/gemm.h", "expertserve/ops/ggml/export.h"],
             extra_compile_args=["-O3", "-std=c11"],
         )
     ],

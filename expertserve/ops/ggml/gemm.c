@@ -3,17 +3,13 @@
 
 #include <string.h>
 
+#include "export.h"
+
 #if defined(__x86_64__) && defined(__GNUC__)
 #define HAVE_TILES 1
 #include <immintrin.h>
 #else
 #define HAVE_TILES 0
-#endif
-
-#if defined(_WIN32)
-#define EXPORT __declspec(dllexport)
-#else
-#define EXPORT __attribute__((visibility("default")))
 #endif
 
 static const int LANE[TILE_ROWS] = {0, 1, 4, 5, 2, 3, 6, 7}; /* where the horizontal add leaves row r; its own inverse */

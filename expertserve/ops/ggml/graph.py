@@ -16,11 +16,15 @@ from expertserve.ops.base import Activation, KVLayout, Rope, Tensor
 from expertserve.ops.ggml.library import (
     MIN_COLUMNS,
     TILE_ROWS,
+    AttentionCall,
     CombineCall,
     LinearCall,
     Matrix,
+    attention_fits,
+    attention_scratch_bytes,
     column_bytes,
     data_slot,
+    function_address,
     ggml,
     kernel,
     matrix,
@@ -32,6 +36,7 @@ if TYPE_CHECKING:
 
 GRAPH_TENSORS = 256
 GLU_OPS = {Activation.SILU: ggml.ggml_swiglu_split}
+ATTENTION = kernel("attention")
 COMBINE = kernel("combine_experts")
 LINEAR_INPUT = kernel("linear_input")
 LINEAR_PRODUCT = kernel("linear_product")
@@ -223,29 +228,66 @@ class GgmlGraph(base.Graph):
         require(q.shape[2] == kv.k_dim, f"query heads of {q.shape[2]} elements meet keys of {kv.k_dim}")
         require(heads % kv.num_heads == 0, f"{heads} query heads do not divide among {kv.num_heads} KV heads")
         self.uses_kv = True
-        c, n_kv = self.ctx, self._backend.n_kv
+        c, caches = self.ctx, self._backend.kv(kv.layer)
         cells = self._rows_input("cells", ggml.GGML_TYPE_I64)
-        mask = self._input("mask", ggml.GGML_TYPE_F16, self._backend.address("mask"), n_kv, self.rows)
-        views = []
-        for x, cache, dim in zip((k, v), self._backend.kv(kv.layer), (kv.k_dim, kv.v_dim), strict=True):
+        for x, cache, dim in zip((k, v), caches, (kv.k_dim, kv.v_dim), strict=True):
             row = ggml.ggml_reshape_2d(c, x.ptr, kv.num_heads * dim, self.rows)
             ggml.ggml_build_forward_expand(self.graph, ggml.ggml_set_rows(c, cache, row, cells))
-            nb = cache.contents.nb
+        half = caches[0].contents.type == ggml.GGML_TYPE_F16
+        if self._backend.flash_attention and half and attention_fits(kv.k_dim, kv.v_dim):
+            out = self._half_attention(q, caches, kv, scale)
+        else:
+            out = self._ggml_attention(q, caches, kv, scale)
+        return self._new(out, (self.rows, heads * kv.v_dim))
+
+    def _half_attention(self, q: GgmlTensor, caches: tuple[Any, Any], kv: KVLayout, scale: float) -> Any:
+        """By our kernel over a half-precision cache."""
+        keys, values = caches
+        heads, n_kv, threads = q.shape[1], self._backend.n_kv, self._backend.threads
+        scratch_bytes = attention_scratch_bytes(n_kv)
+        call = AttentionCall(
+            k=keys.contents.data,
+            v=values.contents.data,
+            k_row_bytes=keys.contents.nb[1],
+            v_row_bytes=values.contents.nb[1],
+            q=data_slot(q.ptr),
+            mask=self._backend.address("mask"),
+            softmax=function_address("ggml_vec_soft_max_f32"),
+            scratch=self._backend.shared_scratch("attention", n_kv, threads * scratch_bytes),
+            scratch_bytes=scratch_bytes,
+            scale=scale,
+            rows=self.rows,
+            n_kv=n_kv,
+            heads=heads,
+            kv_heads=kv.num_heads,
+            k_dim=kv.k_dim,
+            v_dim=kv.v_dim,
+        )
+        self.keep.append(call)
+        user, ne0 = ctypes.addressof(call), heads * kv.v_dim
+        out = self._custom(ATTENTION, user, q.ptr, ggml.GGML_TYPE_F32, ne0, self.rows)
+        call.out = data_slot(out)
+        return out
+
+    def _ggml_attention(self, q: GgmlTensor, caches: tuple[Any, Any], kv: KVLayout, scale: float) -> Any:
+        """By ggml's operators, fused or with a score matrix."""
+        c, heads, n_kv = self.ctx, q.shape[1], self._backend.n_kv
+        mask = self._input("mask", ggml.GGML_TYPE_F16, self._backend.address("mask"), n_kv, self.rows)
+        views = []
+        for cache, dim in zip(caches, (kv.k_dim, kv.v_dim), strict=True):
             head = ggml.ggml_row_size(cache.contents.type, dim)
-            views.append(ggml.ggml_view_3d(c, cache, dim, n_kv, kv.num_heads, nb[1], head, 0))
+            views.append(ggml.ggml_view_3d(c, cache, dim, n_kv, kv.num_heads, cache.contents.nb[1], head, 0))
         queries = ggml.ggml_permute(c, q.ptr, 0, 2, 1, 3)  # [heads, rows, k_dim]
         if self._backend.flash_attention:
             out = ggml.ggml_flash_attn_ext(c, queries, *views, mask, scale, 0.0, 0.0)
             ggml.ggml_flash_attn_ext_set_prec(out, ggml.GGML_PREC_F32)
-            out = ggml.ggml_reshape_2d(c, out, heads * kv.v_dim, self.rows)
-        else:
-            scores = ggml.ggml_mul_mat(c, views[0], queries)
-            ggml.ggml_mul_mat_set_prec(scores, ggml.GGML_PREC_F32)
-            probs = ggml.ggml_soft_max_ext(c, scores, mask, scale, 0.0)
-            values = ggml.ggml_cont(c, ggml.ggml_transpose(c, views[1]))
-            out = ggml.ggml_permute(c, ggml.ggml_mul_mat(c, values, probs), 0, 2, 1, 3)
-            out = ggml.ggml_cont_2d(c, out, heads * kv.v_dim, self.rows)
-        return self._new(out, (self.rows, heads * kv.v_dim))
+            return ggml.ggml_reshape_2d(c, out, heads * kv.v_dim, self.rows)
+        scores = ggml.ggml_mul_mat(c, views[0], queries)
+        ggml.ggml_mul_mat_set_prec(scores, ggml.GGML_PREC_F32)
+        probs = ggml.ggml_soft_max_ext(c, scores, mask, scale, 0.0)
+        values = ggml.ggml_cont(c, ggml.ggml_transpose(c, views[1]))
+        out = ggml.ggml_permute(c, ggml.ggml_mul_mat(c, values, probs), 0, 2, 1, 3)
+        return ggml.ggml_cont_2d(c, out, heads * kv.v_dim, self.rows)
 
     def combine_experts(self, hidden: int, top_k: int) -> Tensor:
         call = CombineCall(

@@ -12,13 +12,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "export.h"
 #include "gemm.h"
-
-#if defined(_WIN32)
-#define EXPORT __declspec(dllexport)
-#else
-#define EXPORT __attribute__((visibility("default")))
-#endif
 
 struct ggml_tensor;
 

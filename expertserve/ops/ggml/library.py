@@ -111,6 +111,31 @@ class CombineCall(ctypes.Structure):
     )
 
 
+class AttentionCall(ctypes.Structure):
+    """`struct attention_call` of attention.c."""
+
+    _fields_ = (
+        ("k", ctypes.c_void_p),
+        ("v", ctypes.c_void_p),
+        ("k_row_bytes", ctypes.c_int64),
+        ("v_row_bytes", ctypes.c_int64),
+        ("q", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("mask", ctypes.c_void_p),
+        ("softmax", ctypes.c_void_p),
+        ("scratch", ctypes.c_void_p),
+        ("scratch_bytes", ctypes.c_int64),
+        ("scale", ctypes.c_float),
+        ("rows", ctypes.c_int32),
+        ("n_kv", ctypes.c_int32),
+        ("heads", ctypes.c_int32),
+        ("kv_heads", ctypes.c_int32),
+        ("k_dim", ctypes.c_int32),
+        ("v_dim", ctypes.c_int32),
+        ("counters", ctypes.c_int32 * 2),
+    )
+
+
 def _load_kernels() -> ctypes.CDLL:
     spec = find_spec("expertserve.ops.ggml._kernels")
     if spec is None or spec.origin is None:
@@ -123,11 +148,12 @@ def _load_kernels() -> ctypes.CDLL:
 _kernels = _load_kernels()
 _kernels.tile_format_of.argtypes = (ctypes.c_int,)
 _kernels.tile_format_of.restype = TileFormat
-_kernels.structure_bytes.restype = ctypes.c_int64
+_kernels.structure_bytes.restype = _kernels.attention_call_bytes.restype = ctypes.c_int64
 
 DATA_OFFSET = int(cast(Any, ggml.ggml_tensor).data.offset)
-for _i, _structure in enumerate((ExpertCall, LinearCall, CombineCall)):
-    if _kernels.structure_bytes(_i) != ctypes.sizeof(_structure):
+_compiled_bytes = [*map(_kernels.structure_bytes, range(3)), _kernels.attention_call_bytes()]
+for _structure, _nbytes in zip((ExpertCall, LinearCall, CombineCall, AttentionCall), _compiled_bytes, strict=True):
+    if ctypes.sizeof(_structure) != _nbytes:
         raise KernelUnavailableError(
             f"the compiled kernels do not fit this version ({_structure.__name__}): build them again (pip install -e .)"
         )
@@ -167,6 +193,16 @@ def function_address(name: str) -> int:
 def data_slot(tensor: Any) -> int:
     """Address of the field in which a tensor keeps its data pointer."""
     return ctypes.addressof(tensor.contents) + DATA_OFFSET
+
+
+def attention_fits(k_dim: int, v_dim: int) -> bool:
+    """Whether our attention kernel runs here, and with heads of these sizes."""
+    return bool(_kernels.have_attention()) and k_dim % 8 == 0 and v_dim % 16 == 0
+
+
+def attention_scratch_bytes(n_kv: int) -> int:
+    """Bytes that each thread of our attention kernel needs for `n_kv` cells."""
+    return 5 * 4 * n_kv
 
 
 def column_bytes(n: int) -> int:
