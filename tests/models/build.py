@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -29,6 +30,7 @@ def open_forward(
     flash: bool = True,
     budget: str = "100%",
     reader: str = "buffered",
+    lookahead: Literal["on", "off", "auto"] = "auto",
     max_rows: int = 64,
     cells: int = 512,
     stats: ExpertStats | None = None,
@@ -38,7 +40,7 @@ def open_forward(
     model = load_model(file)
     backend = make_backend(device, threads=2, flash_attention=flash)
     backend.check(model.dense_weights(), model.towers.values())
-    settings = LaneSettings(budget=parse_budget(budget), reader=reader)
+    settings = LaneSettings(budget=parse_budget(budget), reader=reader, lookahead=lookahead)
     stats = stats or ExpertStats(every=0, emit=lambda line: None)
     lane = ExpertLane.open(file, model.towers, model.hp.top_k, settings, stats)
     backend.load_weights(model.dense_weights(), file.read_tensor, lambda nbytes: None)
