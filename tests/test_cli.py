@@ -20,6 +20,7 @@ from expertserve.config import SETTINGS
 from expertserve.data import model_path
 from expertserve.declare import COMMANDS, ENV_PREFIX
 from expertserve.errors import ConfigError
+from tests.gguf_writer import make_tiny_moe
 
 FINAL = re.compile(r"^\[expert-stream\] steps=(\d+) hits=\d+ misses=\d+ evictions=\d+ fills=\d+ bytes=\d+ exhausted=0 ")
 
@@ -154,8 +155,10 @@ def test_a_setting_without_effect_is_said_at_start_and_a_refused_load_ends_with_
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals as on POSIX")
-def test_a_signal_in_mid_answer_ends_the_process_with_the_final_line() -> None:
-    arguments = ("run", "demo", "-p", "hello", "--ignore-eos", "--stats-every", "0")
+def test_a_signal_in_mid_answer_ends_the_process_with_the_final_line(tmp_path: Path) -> None:
+    model = make_tiny_moe(tmp_path / "long.gguf", context=1 << 15)  # an answer that does not end by itself
+    options = ("--ctx", str(1 << 15), "--ignore-eos", "--stats-every", "0")
+    arguments = ("run", str(model), "-p", "hello", *options)
     numbers = {signal.SIGINT: 130, signal.SIGTERM: 143}
     running = {number: start(*arguments) for number in numbers}
     for number, process in running.items():

@@ -292,3 +292,16 @@ def test_prefill_does_not_flush_what_decode_uses() -> None:
         with lane.step(decode_rows=1, prefill_rows=0):
             world.run(lane, 0, row(0, 1, 2, 3))
         assert lane.stats.total().misses == before
+
+
+def test_a_cold_prefill_leaves_what_most_of_its_tokens_chose_in_every_layer() -> None:
+    world = make_world(layers=3, experts=16)
+    popular = [row(0, 1)] * 28
+    with open_lane(world, 12) as lane:
+        with lane.step(decode_rows=0, prefill_rows=35):
+            for layer in range(3):
+                world.run(lane, layer, np.concatenate([*popular, *(row(2 * i, 2 * i + 1) for i in range(1, 8))]))
+        with lane.step(decode_rows=1, prefill_rows=0):
+            for layer in range(3):
+                world.run(lane, layer, row(0, 1))
+        assert lane.stats.phases["decode"].hits == 6
