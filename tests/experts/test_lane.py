@@ -297,7 +297,7 @@ def test_prefill_does_not_flush_what_decode_uses() -> None:
 def test_a_cold_prefill_leaves_what_most_of_its_tokens_chose_in_every_layer() -> None:
     world = make_world(layers=3, experts=16)
     popular = [row(0, 1)] * 28
-    with open_lane(world, 12) as lane:
+    with open_lane(world, 24) as lane:
         with lane.step(decode_rows=0, prefill_rows=35):
             for layer in range(3):
                 world.run(lane, layer, np.concatenate([*popular, *(row(2 * i, 2 * i + 1) for i in range(1, 8))]))
