@@ -7,6 +7,7 @@ the batch. Invariant: every pair of the batch is in exactly one group, and a sub
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,5 +53,12 @@ def group_pairs(ids: NDArray[np.int32]) -> Grouping:
 
 def _one_token(experts: NDArray[np.int32]) -> Grouping:
     """Decode's case, where sorting would cost more than all the rest: each pair is its own group."""
-    k = len(experts)
-    return Grouping(experts.astype(np.int64), np.arange(k + 1, dtype=np.int32), np.arange(k, dtype=np.int32))
+    return Grouping(experts.astype(np.int64), *one_row(len(experts)))
+
+
+@cache
+def one_row(k: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """`group_start` and `pairs` of one token's k distinct experts; shared, not to be written to."""
+    start, pairs = np.arange(k + 1, dtype=np.int32), np.arange(k, dtype=np.int32)
+    start.flags.writeable = pairs.flags.writeable = False
+    return start, pairs

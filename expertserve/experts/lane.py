@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from expertserve.experts.batch import ComputeFn, SlotBatch
 from expertserve.experts.budget import SlotPlan
 from expertserve.experts.cache import prefill_weights
-from expertserve.experts.grouping import group_pairs
+from expertserve.experts.grouping import group_pairs, one_row
 from expertserve.experts.kernels import RunningKernels
 from expertserve.experts.lookahead import MOST_ROWS, LookAhead
 from expertserve.experts.opening import (
@@ -71,7 +71,6 @@ class ExpertLane:
         self._guesses = not parts.plan.all_resident and settings.lookahead != "off" and parts.unstreamed is None
         self._ahead = LookAhead(settings.lookahead if self._guesses else "off", stats)
         self._running = RunningKernels()
-        self._rows_of_one: dict[int, tuple[NDArray[np.int32], NDArray[np.int32]]] = {}
         self._waves = Waves(self.pool, stats, self._ahead, self._running, keep_busy=max(8, 2 * settings.threads))
         self._files = {part.file_index for table in self._tables.values() for part in table.tower.slices}
         self._files_checked = False  # in this step
@@ -272,7 +271,7 @@ class ExpertLane:
     ) -> None:
         """One token whose experts are all there: each pair is its own group."""
         counters = self.stats.current
-        start, pairs = self._one_row(len(experts))
+        start, pairs = one_row(len(experts))
         keys = experts + np.int64(table.first_key)
         table.cache.touch(keys)
         table.pins[experts] += 1
@@ -295,10 +294,3 @@ class ExpertLane:
         counters.computes += 1
         counters.expert_s += computed - computing
         counters.lane_s += perf_counter() - began - (computed - computing)
-
-    def _one_row(self, k: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        row = self._rows_of_one.get(k)
-        if row is None:
-            row = np.arange(k + 1, dtype=np.int32), np.arange(k, dtype=np.int32)
-            self._rows_of_one[k] = row
-        return row

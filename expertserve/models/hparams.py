@@ -6,6 +6,7 @@ Every number a model builds shapes from passes through here once, so that a fami
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import EllipsisType
 from typing import Any
 
 from expertserve.errors import GGUFError, UnsupportedModelError
@@ -33,20 +34,20 @@ class HParams:
     top_k: int
 
 
-def read_count(file: GGUFFile, key: str, default: int | None = None) -> int:
+def read_count(file: GGUFFile, key: str, default: int | EllipsisType = ...) -> int:
     """A positive whole number under `{architecture}.{key}`."""
-    value = file.get(key, default)
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= MAX_COUNT:
+    value: int = file.get(key, default, kind=int)
+    if not 0 < value <= MAX_COUNT:
         raise GGUFError(f"{file.paths[0].name}: {file.architecture}.{key} is {value!r}, expected a positive number")
     return value
 
 
 def read_float(file: GGUFFile, key: str, default: float) -> float:
     """A finite number under `{architecture}.{key}`."""
-    value = file.get(key, default)
-    if not isinstance(value, int | float) or not abs(value) < 1e30:
+    value: float = file.get(key, default, kind=float)
+    if not abs(value) < 1e30:
         raise GGUFError(f"{file.paths[0].name}: {file.architecture}.{key} is {value!r}, expected a number")
-    return float(value)
+    return value
 
 
 def read_hparams(file: GGUFFile) -> HParams:

@@ -29,12 +29,15 @@ def write_weight(path: Path, values: np.ndarray, kind: TensorType) -> GGUFFile:
     return GGUFFile.open(path)
 
 
-def products(tmp_path: Path, kind: TensorType, outputs: int, n: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rows times a weight of `kind`, by the backend and exactly."""
+def products(
+    tmp_path: Path, kind: TensorType, outputs: int, n: int, rows: int, which: slice = slice(None)
+) -> tuple[np.ndarray, np.ndarray]:
+    """`which` of some rows times a weight of `kind`, by the backend and exactly; one row is ggml's own dot product."""
     rng = np.random.default_rng(rows * 1000 + n)
     weight = rng.standard_normal((outputs, n), np.float32)
     weight[:, ::37] *= 8  # outliers use the ends of a block's range
-    x = rng.standard_normal((rows, n), np.float32)
+    x = rng.standard_normal((rows, n), np.float32)[which]
+    rows = len(x)
     file = write_weight(tmp_path / "w.gguf", weight, kind)
     backend = GgmlBackend(threads=2, flash_attention=True)
     try:
@@ -65,29 +68,10 @@ def test_product_is_exact_but_for_rounded_activations(tmp_path: Path, kind: Tens
 @pytest.mark.parametrize("kind", TILED, ids=lambda kind: kind.name)
 def test_tiled_rows_equal_single_rows(tmp_path: Path, kind: TensorType, outputs: int) -> None:
     many, _ = products(tmp_path, kind, outputs, 768, 16)
-    few = np.concatenate([single_rows(tmp_path, kind, outputs, 768, 16, row) for row in range(0, 16, 4)])
+    few = np.concatenate(
+        [products(tmp_path, kind, outputs, 768, 16, slice(row, row + 1))[0] for row in range(0, 16, 4)]
+    )
     assert np.abs(many[::4] - few).max() <= 2e-6 * np.abs(many).max() * 8
-
-
-def single_rows(tmp_path: Path, kind: TensorType, outputs: int, n: int, rows: int, row: int) -> np.ndarray:
-    """One row of what `products` computes, by ggml's own dot product."""
-    rng = np.random.default_rng(rows * 1000 + n)
-    weight = rng.standard_normal((outputs, n), np.float32)
-    weight[:, ::37] *= 8
-    x = rng.standard_normal((rows, n), np.float32)[row : row + 1]
-    file = write_weight(tmp_path / "one.gguf", weight, kind)
-    backend = GgmlBackend(threads=1, flash_attention=True)
-    try:
-        backend.load_weights(list(file.tensors.values()), file.read_tensor, lambda nbytes: None)
-        backend.allocate_buffer("x", (1, n), np.float32)
-        backend.allocate_buffer("y", (1, outputs), np.float32)
-        backend.allocate_buffer("mask", (256,), np.float16)
-        backend.host("x")[:] = x
-        backend.begin_batch(1, np.zeros((1, 256), np.float16), 1)
-        backend.compile("product", lambda g: g.store("y", g.linear(g.load("x"), "w.weight"))).run()
-        return backend.host("y").copy()
-    finally:
-        backend.close()
 
 
 @pytest.mark.skipif(not matrix(8, 32).tile.unpack, reason="this processor has no tiled kernel")
