@@ -35,7 +35,7 @@ class Run:
 
     Attributes:
         agreement: share of the forced tokens that the model itself would have chosen.
-        digest: of every forced token's log-probability; equal digests are equal outputs, bit for bit.
+        digest: of the log-probability of every token of a forced run; equal digests are equal outputs, bit for bit.
     """
 
     prefill_tok_s: float
@@ -72,9 +72,9 @@ class Feed:
 
 
 def measure(
-    engine: Submits, prompt: list[int], decode_tokens: int, *, check: bool = False, forced: tuple[int, ...] = ()
+    engine: Submits, prompt: list[int], decode_tokens: int, *, logprobs: int | None = None, forced: tuple[int, ...] = ()
 ) -> Run:
-    """One greedy run; with `check` it also looks at each token's log-probability.
+    """One greedy run; with `logprobs` it also looks at each token's, beside that many of the best.
 
     Raises:
         KernelUnavailableError: a log-probability is not finite.
@@ -83,12 +83,12 @@ def measure(
         temperature=0.0,
         max_tokens=decode_tokens,
         ignore_eos=True,
-        logprobs=(1 if forced else 0) if check else None,
+        logprobs=logprobs,
         forced=forced,
     )
     finish = None
     chosen: list[int] = []
-    logprobs: list[float] = []
+    output: list[float] = []
     with closing(events(engine, prompt, params)) as stream:
         for event in stream:
             if isinstance(event, TokenEvent) and event.logprob:
@@ -96,7 +96,7 @@ def measure(
                     raise KernelUnavailableError(
                         "the model's output is not finite: kernels and file do not go together"
                     )
-                logprobs.append(event.logprob.logprob)
+                output.append(event.logprob.logprob)
                 chosen += [event.logprob.top[0][0]] if event.logprob.top else []
             finish = event if isinstance(event, FinishEvent) else None
     assert finish is not None
@@ -107,13 +107,13 @@ def measure(
         decode_tok_s=decoded / timings.decode_ms * 1000 if decoded > 0 else None,
         first_token_ms=timings.ttft_ms,
         agreement=sum(map(eq, chosen, forced)) / len(forced) if forced else None,
-        digest=f"{crc32(np.array(logprobs).tobytes()):08x}" if forced else None,
+        digest=f"{crc32(np.array(output).tobytes()):08x}" if forced else None,
     )
 
 
 def measure_fed(engine: Submits, feed: Feed) -> Run:
     """One cold run over the given tokens; all of `decode` are computed, and one more token is sampled after them."""
-    run = measure(engine, feed.prompt, len(feed.decode) + 1, check=True, forced=feed.decode)
+    run = measure(engine, feed.prompt, len(feed.decode) + 1, logprobs=1, forced=feed.decode)
     _show("fed", run)
     return run
 
@@ -126,7 +126,7 @@ def measure_all(
     runs = []
     for number in range(repetitions + 1):
         prompt = draws.integers(0, vocab_size, prompt_tokens).tolist()
-        run = measure(engine, prompt, decode_tokens, check=number == 0)
+        run = measure(engine, prompt, decode_tokens, logprobs=None if number else 0)
         if number:
             runs.append(run)
             _show(f"run {number}", run)

@@ -50,14 +50,9 @@ def as_requests(layers: dict[int, int], steps: Iterable[TraceStep], *, warm_up: 
     played, weights, counted = [], [], []
     for number, step in enumerate(steps):
         prefill = step.rows.prefill_rows > 0
-        layers_of_step = [(first[layer], group_pairs(ids), len(ids)) for layer, ids in step.layers]
-        played.append([groups.experts + start for start, groups, _ in layers_of_step])
-        weights.append(
-            [
-                prefill_weights(np.diff(groups.group_start), rows) if prefill else None
-                for _, groups, rows in layers_of_step
-            ]
-        )
+        grouped = [(first[layer], group_pairs(ids), len(ids)) for layer, ids in step.layers]
+        played.append([groups.experts + start for start, groups, _ in grouped])
+        weights.append([prefill_weights(groups.counts, rows) if prefill else None for _, groups, rows in grouped])
         counted.append(number >= warm_up and not prefill)
     return Requests(total, played, weights, counted)
 

@@ -173,10 +173,8 @@ class ExpertSlotCache:
         """
         if weights is None:
             self._touched.append(keys)
-            return
-        fresh = self.last_used[keys] != self.clock
-        self.hotness[keys[fresh]] += weights[fresh] * self.increment
-        self.last_used[keys] = self.clock
+        else:
+            self._heat(keys, weights)
 
     def advance(self, *, decay: bool = True) -> None:
         """Ends a step. A draft's step passes `decay=False`: it does not age the target's hotness."""
@@ -198,13 +196,16 @@ class ExpertSlotCache:
         self.hotness[keys] = hotness
 
     def _settle(self) -> None:
-        """Applies pending selections: once per key and step, however often it was selected."""
-        if not self._touched:
-            return
-        keys = self._touched[0] if len(self._touched) == 1 else np.concatenate(self._touched)
-        self._touched.clear()
-        keys = keys[self.last_used[keys] != self.clock]
-        self.hotness[keys] += self.increment  # a repeated index counts once in NumPy's indexed addition
+        """Applies pending selections."""
+        if self._touched:
+            keys = self._touched[0] if len(self._touched) == 1 else np.concatenate(self._touched)
+            self._touched.clear()
+            self._heat(keys, 1.0)
+
+    def _heat(self, keys: NDArray[np.int64], weights: float | NDArray[np.float64]) -> None:
+        """Adds to hotness: once per key and step, however often it was selected."""
+        added = np.where(self.last_used[keys] != self.clock, weights, 0.0) * self.increment
+        self.hotness[keys] += added  # a repeated index counts once in NumPy's indexed addition
         self.last_used[keys] = self.clock
 
     def _enter_order(self, key: int) -> None:

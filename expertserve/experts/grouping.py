@@ -25,13 +25,18 @@ class Grouping:
     group_start: NDArray[np.int32]
     pairs: NDArray[np.int32]
 
+    @property
+    def counts(self) -> NDArray[np.int32]:
+        """Pairs of each group."""
+        return np.diff(self.group_start)
+
     def subset(self, groups: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """`group_start` and `pairs` of ascending `groups` alone."""
         if len(groups) == len(self.experts):
             return self.group_start, self.pairs
         if len(self.pairs) == len(self.experts):  # one pair a group
             return self.group_start[: len(groups) + 1], self.pairs[groups]
-        counts = np.diff(self.group_start)
+        counts = self.counts
         kept = np.zeros(len(counts), np.bool_)
         kept[groups] = True
         start = np.zeros(len(groups) + 1, np.int32)

@@ -239,7 +239,7 @@ class ExpertLane:
                 self._run_resident(table, experts, address, compute, began)
                 return
         groups = group_pairs(ids)
-        weights = prefill_weights(np.diff(groups.group_start), len(ids)) if self._prefill else None
+        weights = prefill_weights(groups.counts, len(ids)) if self._prefill else None
         self._waves.run(table, groups, weights, compute, began)
 
     def _run_unstreamed(

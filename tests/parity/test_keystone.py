@@ -67,12 +67,17 @@ def pairwise(product: list[Combination]) -> list[Combination]:
     return chosen
 
 
+def cells_of(batch: int) -> int:
+    """Cells of the cache for `batch` sequences."""
+    return -(-SPAN * batch // 256) * 256
+
+
 def joint_batch(starts: list[int], tokens: list[list[int]]) -> Batch:
     """Tokens of several sequences, each from its position `starts[i]`, in ranges of cells of their own."""
     rows = [(i, start + j, token) for i, start in enumerate(starts) for j, token in enumerate(tokens[i])]
     sequence, position, token = (np.array(column, np.int32) for column in zip(*rows, strict=True))
     ends = [start + len(tokens[i]) - 1 for i, start in enumerate(starts)]
-    n_kv = -(-SPAN * len(starts) // 256) * 256
+    n_kv = cells_of(len(starts))
     cell = np.arange(n_kv)
     first = SPAN * sequence
     visible = (cell >= first[:, None]) & (cell <= (first + position)[:, None])
@@ -114,7 +119,7 @@ def run(path: Path, c: Combination) -> tuple[NDArray[np.float32], ExpertStats]:
         reader=c.reader,
         lookahead=c.lookahead,
         max_rows=512,
-        cells=-(-SPAN * c.batch // 256) * 256,
+        cells=cells_of(c.batch),
         stats=stats,
     ) as forward:
         return logits_of(forward, c.prompt, c.batch), stats
@@ -123,8 +128,7 @@ def run(path: Path, c: Combination) -> tuple[NDArray[np.float32], ExpertStats]:
 @lru_cache
 def resident(path: Path, prompt: int, batch: int) -> NDArray[np.float32]:
     """The same from the mapped file: no slot, no reader."""
-    cells = -(-SPAN * batch // 256) * 256
-    with open_forward(path, budget="auto", reader="auto", max_rows=512, cells=cells) as forward:
+    with open_forward(path, budget="auto", reader="auto", max_rows=512, cells=cells_of(batch)) as forward:
         return logits_of(forward, prompt, batch)
 
 

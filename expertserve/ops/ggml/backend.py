@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -49,16 +50,9 @@ def align(n: int) -> int:
 class GgmlSegment(base.Segment):
     """A compiled graph and its plan."""
 
-    def __init__(self, graph: GgmlGraph, threads: int, work: Callable[[int], Memory]) -> None:
+    def __init__(self, graph: GgmlGraph, plan: GraphPlan) -> None:
         self._graph = graph
-        self._plan = GraphPlan(graph.graph, threads, self._keep(work))
-
-    def _keep(self, work: Callable[[int], Memory]) -> Callable[[int], int]:
-        def address(nbytes: int) -> int:
-            self._work = work(nbytes)
-            return self._work.address
-
-        return address
+        self._plan = plan
 
     def run(self) -> None:
         self._plan.run()
@@ -84,7 +78,6 @@ class GgmlBackend(base.Backend):
         self._kv: dict[int, tuple[Any, Any]] = {}
         self._segments: OrderedDict[tuple[str, int, int, int], GgmlSegment] = OrderedDict()
         self._uses: dict[str, tuple[bool, bool]] = {}
-        self._work: Memory | None = None
         self._allocator = ggml.ggml_gallocr_new(ggml.ggml_backend_cpu_buffer_type())
         self._scratch_bytes = 0
 
@@ -209,15 +202,14 @@ class GgmlBackend(base.Backend):
             self._scratch_bytes = scratch
             self._drop(len(self._segments))
         self._uses[name] = (graph.uses_kv, graph.uses_outputs)
-        segment = GgmlSegment(graph, self.threads, self._work_buffer)
+        segment = GgmlSegment(graph, self.plan(graph.graph))
         self._segments[self._segment_key(name)] = segment
         self._drop(len(self._segments) - MAX_SEGMENTS)
         return segment
 
-    def _work_buffer(self, nbytes: int) -> Memory:
-        if self._work is None or self._work.nbytes < nbytes:
-            self._work = Memory(align(nbytes))
-        return self._work
+    def plan(self, graph: Any) -> GraphPlan:
+        """A graph made ready to run; all work in one place, since they run one after another."""
+        return GraphPlan(graph, self.threads, partial(self.shared_scratch, "work", 0))
 
     def _drop(self, count: int) -> None:
         for _ in range(count):
@@ -238,4 +230,3 @@ class GgmlBackend(base.Backend):
         self._kv.clear()
         self._buffers.clear()
         self._memory.clear()
-        self._work = None

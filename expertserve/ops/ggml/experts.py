@@ -7,7 +7,6 @@ where they lie in their slots and writes rows of the buffer `expert_out`.
 from __future__ import annotations
 
 import ctypes
-from functools import partial
 from typing import TYPE_CHECKING
 
 from expertserve.errors import UnsupportedModelError
@@ -24,11 +23,11 @@ from expertserve.ops.ggml.library import (
     matrix,
     tile_scratch_bytes,
 )
-from expertserve.ops.ggml.plan import GraphPlan
 
 if TYPE_CHECKING:
     from expertserve.experts.batch import SlotBatch
     from expertserve.ops.ggml.backend import GgmlBackend
+    from expertserve.ops.ggml.plan import GraphPlan
 
 STAGES = tuple(kernel(name) for name in ("expert_input", "expert_gate_up", "expert_activation", "expert_down"))
 GATED = {Activation.SILU: "ggml_vec_swiglu_f32"}
@@ -96,7 +95,7 @@ class GgmlExpertKernel(base.ExpertKernel):
             node = ggml.ggml_custom_4d(context, ggml.GGML_TYPE_F32, 1, 1, 1, 1, None, 0, stage, -1, user)
             node.contents.data = unused_output
             ggml.ggml_build_forward_expand(graph, node)
-        return GraphPlan(graph, backend.threads, partial(backend.shared_scratch, "expert_work", 0))
+        return backend.plan(graph)
 
     def begin(self, rows: int) -> None:
         self._call.num_rows = rows

@@ -253,7 +253,7 @@ class GgmlGraph(base.Graph):
             q=data_slot(q.ptr),
             mask=self._backend.address("mask"),
             softmax=function_address("ggml_vec_soft_max_f32"),
-            scratch=self._backend.shared_scratch("attention", n_kv, threads * scratch_bytes),
+            scratch=self._backend.shared_scratch("attention", 0, threads * scratch_bytes),
             scratch_bytes=scratch_bytes,
             scale=scale,
             rows=self.rows,

@@ -242,10 +242,6 @@ EXPORT void combine_experts(struct ggml_tensor *dst, int ith, int nth, void *use
 }
 
 /* Sizes of the structures above, so that a caller that declares them again can check itself. */
-EXPORT int64_t structure_bytes(int which) {
-    switch (which) {
-    case 0: return sizeof(struct expert_call);
-    case 1: return sizeof(struct linear_call);
-    default: return sizeof(struct combine_call);
-    }
-}
+EXPORT int64_t expert_call_bytes(void) { return sizeof(struct expert_call); }
+EXPORT int64_t linear_call_bytes(void) { return sizeof(struct linear_call); }
+EXPORT int64_t combine_call_bytes(void) { return sizeof(struct combine_call); }

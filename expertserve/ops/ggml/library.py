@@ -148,12 +148,16 @@ def _load_kernels() -> ctypes.CDLL:
 _kernels = _load_kernels()
 _kernels.tile_format_of.argtypes = (ctypes.c_int,)
 _kernels.tile_format_of.restype = TileFormat
-_kernels.structure_bytes.restype = _kernels.attention_call_bytes.restype = ctypes.c_int64
 
 DATA_OFFSET = int(cast(Any, ggml.ggml_tensor).data.offset)
-_compiled_bytes = [*map(_kernels.structure_bytes, range(3)), _kernels.attention_call_bytes()]
-for _structure, _nbytes in zip((ExpertCall, LinearCall, CombineCall, AttentionCall), _compiled_bytes, strict=True):
-    if ctypes.sizeof(_structure) != _nbytes:
+for _structure, _kind in (
+    (ExpertCall, "expert"),
+    (LinearCall, "linear"),
+    (CombineCall, "combine"),
+    (AttentionCall, "attention"),
+):
+    _nbytes = getattr(_kernels, f"{_kind}_call_bytes", None)  # an older build lacks it
+    if _nbytes is None or _nbytes() != ctypes.sizeof(_structure):
         raise KernelUnavailableError(
             f"the compiled kernels do not fit this version ({_structure.__name__}): build them again (pip install -e .)"
         )
