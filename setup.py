@@ -1,10 +1,10 @@
-"""Builds the CPU kernels: a plain shared library that Python loads through ctypes, not an extension module."""
+"""Builds the CPU kernels and the reader threads: plain shared libraries that Python loads through ctypes."""
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 
-class BuildKernels(build_ext):
+class BuildLibraries(build_ext):
     """Exports no module initialiser, since there is none."""
 
     def get_export_symbols(self, ext: Extension) -> list[str]:
@@ -18,7 +18,13 @@ setup(
             [f"expertserve/ops/ggml/{name}.c" for name in ("kernels", "gemm", "attention")],
             depends=["expertserve/ops/ggml/gemm.h", "expertserve/ops/ggml/export.h"],
             extra_compile_args=["-O3", "-std=c11"],
-        )
+        ),
+        Extension(
+            "expertserve.experts._reads",
+            ["expertserve/experts/reads.c"],
+            extra_compile_args=["-O2", "-std=c11", "-pthread"],
+            extra_link_args=["-pthread"],
+        ),
     ],
-    cmdclass={"build_ext": BuildKernels},
+    cmdclass={"build_ext": BuildLibraries},
 )

@@ -29,17 +29,18 @@ _PROBED_ALIGNMENTS = (512, 4096)
 class Disk(ABC):
     """Positional reads of numbered files; the seam where tests put a disk with delays and faults."""
 
+    @property
     @abstractmethod
+    def descriptors(self) -> Sequence[int]:
+        """Open files for the reader threads; none where reads go through `read_into` instead."""
+
     def read_into(self, file_index: int, buffer: memoryview, offset: int) -> int:
         """Reads at most `len(buffer)` bytes, returns how many came; 0 at the end of the file; OSError when it fails."""
+        raise NotImplementedError
 
     @abstractmethod
     def name(self, file_index: int) -> str:
         """The file's name, for messages."""
-
-    @abstractmethod
-    def size(self, file_index: int) -> int:
-        """Bytes of the file as it is now."""
 
     @abstractmethod
     def check_unchanged(self, file_index: int) -> None:
@@ -72,17 +73,12 @@ class FileDisk(Disk):
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
         self._opened_as.append(_identity(fd))
 
-    def fileno(self, file_index: int) -> int:
-        return self._fds[file_index]
-
-    def read_into(self, file_index: int, buffer: memoryview, offset: int) -> int:
-        return os.preadv(self._fds[file_index], [buffer], offset)
+    @property
+    def descriptors(self) -> Sequence[int]:
+        return self._fds
 
     def name(self, file_index: int) -> str:
         return self._paths[file_index]
-
-    def size(self, file_index: int) -> int:
-        return os.fstat(self._fds[file_index]).st_size
 
     def check_unchanged(self, file_index: int) -> None:
         if _identity(self._fds[file_index]) != self._opened_as[file_index]:

@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 from expertserve.errors import ExpertReadError
 from expertserve.experts.cache import ExpertSlotCache
 from expertserve.experts.layout import SlotLayout
-from expertserve.experts.pool import Fill, ReaderPool, SliceJob
+from expertserve.experts.pool import Fill, ReaderPool
+from expertserve.experts.reader import SliceReads
 from expertserve.experts.stats import ExpertStats
 from expertserve.experts.store import ExpertSlotStore
-from expertserve.gguf.spans import ExpertTower, Span
+from expertserve.gguf.spans import ExpertTower
 
 
 class Purpose(Enum):
@@ -56,10 +57,7 @@ class ExpertStreamer:
         self._stats = stats
         self._purpose: dict[int, Purpose] = {}
         self._where = [(tower, expert) for tower in towers for expert in range(tower.num_experts)]
-        self._spans: list[tuple[Span, ...] | None] = [None] * cache.num_keys  # made when first read
-        self._regions = tuple(
-            slice(start, start + nbytes) for start, nbytes in zip(layout.offsets, layout.region_bytes, strict=True)
-        )
+        self._reads: list[SliceReads | None] = [None] * cache.num_keys  # made when first read
 
     def begin(self, key: int, purpose: Purpose, *, spare_hotter: bool = False) -> Fill | None:
         """Starts reading an expert; None when no slot or no write buffer is to be had now (see `begin_fill`)."""
@@ -76,11 +74,10 @@ class ExpertStreamer:
         except BaseException:
             self.cache.invalidate(key)
             raise
-        fill = Fill(key, place.slot, len(self._regions), self.settle)
+        fill = Fill(key, place.slot, self._reads_of(key), self.settle)
         self.filling[key] = fill
         self._purpose[key] = purpose
-        jobs = [SliceJob(span, buffer[region]) for span, region in zip(self._spans_of(key), self._regions, strict=True)]
-        self._pool.submit(fill, jobs, urgent=purpose is not Purpose.LOOK_AHEAD)
+        self._pool.submit(fill, buffer, urgent=purpose is not Purpose.LOOK_AHEAD)
         return fill
 
     def cancel(self, key: int) -> bool:
@@ -96,7 +93,7 @@ class ExpertStreamer:
         purpose = self._purpose[fill.key]
         counters = self._stats.current
         counters.bytes += fill.asked
-        error = fill.error or self._changed(fill.key)
+        error = fill.error or self._changed(fill)
         if error is not None:
             counters.failed += 1
             counters.failed_misses += purpose is Purpose.DEMAND
@@ -105,7 +102,7 @@ class ExpertStreamer:
         del self.filling[fill.key], self._purpose[fill.key]
         self.store.commit_slot(fill.slot, self.layout.slot_bytes)
         base = self.store.slot_for_read(fill.slot).pointer
-        for role, (offset, shift) in enumerate(zip(self.layout.offsets, fill.shifts, strict=True)):
+        for role, (offset, shift) in enumerate(zip(self.layout.offsets, fill.reads.shifts, strict=True)):
             self.address[role, fill.key] = base + offset + shift
         self.cache.finish_fill(fill.key)
         counters.fills += 1
@@ -119,17 +116,18 @@ class ExpertStreamer:
         self.store.discard_slot(fill.slot)
         self.cache.invalidate(fill.key)
 
-    def _spans_of(self, key: int) -> tuple[Span, ...]:
-        spans = self._spans[key]
-        if spans is None:
+    def _reads_of(self, key: int) -> SliceReads:
+        reads = self._reads[key]
+        if reads is None:
             tower, expert = self._where[key]
-            spans = self._spans[key] = tuple(tower.span(expert, i) for i in range(len(self._regions)))
-        return spans
+            spans = [tower.span(expert, role) for role in range(len(tower.slices))]
+            reads = self._reads[key] = SliceReads(spans, self.layout, self._pool.reader)
+        return reads
 
-    def _changed(self, key: int) -> ExpertReadError | None:
+    def _changed(self, fill: Fill) -> ExpertReadError | None:
         """Whether the files changed under the read: bytes of two versions must not be mixed."""
         try:
-            for file_index in {span.file_index for span in self._spans_of(key)}:
+            for file_index in {span.file_index for span in fill.reads.spans}:
                 self._pool.reader.disk.check_unchanged(file_index)
         except ExpertReadError as error:
             return error

@@ -16,24 +16,35 @@ from expertserve.errors import ConfigError, ExpertReadError
 from expertserve.experts import disk as disk_module
 from expertserve.experts.disk import FileDisk, direct_alignment
 from expertserve.experts.layout import SHIFT_ALIGN, SlotLayout
-from expertserve.experts.reader import BufferedReader, DirectReader, FileReader, open_reader
+from expertserve.experts.pool import Fill, ReaderPool, _reads
+from expertserve.experts.reader import BufferedReader, DirectReader, FileReader, SliceReads, open_reader
 from expertserve.gguf.spans import Span
 from tests.experts.worlds import FakeDisk, make_world, write_files
 
 MODES = ("direct", "buffered", "mmap")
 
 
-def region_for(nbytes: int, align: int) -> memoryview:
-    """A page-aligned region with the room a slot's has."""
-    return memoryview(mmap.mmap(-1, SlotLayout.plan([nbytes], align).slot_bytes))
+def fill_with(reader: FileReader, span: Span) -> tuple[Fill, memoryview]:
+    """Reads one slice as the lane does; returns the fill and the slot's buffer."""
+    layout = SlotLayout.plan([span.nbytes], reader.align)
+    buffer = memoryview(mmap.mmap(-1, layout.slot_bytes))
+    pool = ReaderPool(reader, 1)
+    fill = Fill(0, 0, SliceReads([span], layout, reader), lambda fill: None)
+    pool.submit(fill, buffer, urgent=True)
+    assert pool.collect(wait=True) == [fill]
+    assert _reads.reads_close(pool._pool, 5.0) == 0  # but not the reader, which the test reads with again
+    pool._pool = None
+    return fill, buffer
 
 
 def read(reader: FileReader, span: Span) -> bytes:
-    region = region_for(span.nbytes, reader.align)[: SlotLayout.plan([span.nbytes], reader.align).region_bytes[0]]
-    result = reader.read(span, region)
-    assert result.shift % SHIFT_ALIGN == 0
-    assert result.asked >= span.nbytes
-    return bytes(region[result.shift : result.shift + span.nbytes])
+    fill, buffer = fill_with(reader, span)
+    if fill.error is not None:
+        raise fill.error
+    (shift,) = fill.reads.shifts
+    assert shift % SHIFT_ALIGN == 0
+    assert fill.asked >= span.nbytes
+    return bytes(buffer[shift : shift + span.nbytes])
 
 
 @pytest.fixture(scope="module")
@@ -93,10 +104,11 @@ def test_direct_reads_are_aligned_and_land_without_a_copy_where_kernels_allow_it
     data = np.random.default_rng(1).bytes(20_000)
     disk = FakeDisk([data])
     reader = DirectReader(disk, 512)
-    region = region_for(3000, 512)
-    assert reader.read(Span(0, 1792, 3000), region).shift == 1792 % 512
-    assert reader.read(Span(0, 1792 + 7, 3000), region).shift == 0  # by the bounce buffer
-    assert bytes(region[:3000]) == data[1799:4799]
+    fill, _ = fill_with(reader, Span(0, 1792, 3000))
+    assert fill.reads.shifts == (1792 % 512,)
+    fill, buffer = fill_with(reader, Span(0, 1792 + 7, 3000))
+    assert fill.reads.shifts == (0,)  # by the bounce buffer
+    assert bytes(buffer[:3000]) == data[1799:4799]
     assert all(offset % 512 == 0 and length % 512 == 0 for _, offset, length in disk.reads)
 
 
@@ -149,7 +161,7 @@ def test_read_ahead_hints_are_page_aligned_and_accepted(two_files: tuple[list[Pa
     paths, _ = two_files
     reader = open_reader("mmap", paths)
     for offset in (0, 1792, 4095, 5000):
-        assert reader.read(Span(0, offset, 6000), region_for(6000, 1)).advised
+        assert fill_with(reader, Span(0, offset, 6000))[0].advised
     reader.close()
 
 
@@ -157,7 +169,7 @@ def test_only_the_mapped_mode_hints(two_files: tuple[list[Path], list[bytes]]) -
     paths, _ = two_files
     for mode in ("direct", "buffered"):
         reader = open_reader(mode, paths)
-        assert not reader.read(Span(0, 4096, 600), region_for(600, reader.align)).advised
+        assert not fill_with(reader, Span(0, 4096, 600))[0].advised
         reader.close()
 
 

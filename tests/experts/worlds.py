@@ -51,6 +51,10 @@ class FakeDisk(Disk):
         self.changed = False
         self.closed = False
 
+    @property
+    def descriptors(self) -> Sequence[int]:
+        return ()
+
     def read_into(self, file_index: int, buffer: memoryview, offset: int) -> int:
         self.reads.append((file_index, offset, len(buffer)))
         self.gate.wait(20)
@@ -66,9 +70,6 @@ class FakeDisk(Disk):
 
     def name(self, file_index: int) -> str:
         return f"fake-{file_index}.gguf"
-
-    def size(self, file_index: int) -> int:
-        return len(self.files[file_index])
 
     def check_unchanged(self, file_index: int) -> None:
         if self.changed:
