@@ -41,6 +41,13 @@ def _check_prompt(request: Request, vocab_size: int, context: int) -> None:
             param="prompt",
             code="context_length_exceeded",
         )
+    forced = len(request.params.forced)
+    if forced and length + forced >= context:
+        raise RequestError(
+            f"{length} tokens of prompt, {forced} forced after them and one of the answer; the context holds {context}",
+            param="forced",
+            code="context_length_exceeded",
+        )
     if min(request.prompt) < 0 or max(request.prompt) >= vocab_size:
         raise RequestError(f"the prompt has a token id outside 0..{vocab_size - 1}", param="prompt")
 

@@ -184,6 +184,7 @@ def test_a_bug_in_the_forward_fails_the_engine_by_name(make_rig: MakeRig) -> Non
         ([1], SamplingParams(presence_penalty=float("inf")), "presence_penalty"),
         ([1], SamplingParams(logit_bias={97: 1.0}), "logit_bias"),
         ([1], SamplingParams(logit_bias={0: float("nan")}), "logit_bias"),
+        ([1] * 200, SamplingParams(forced=(3,) * 56), "200 tokens of prompt, 56 forced"),
         ([1], SamplingParams(forced=(3, 97)), "forced token"),
         ([1], SamplingParams(forced=(-1,)), "forced token"),
         ([1], SamplingParams(stop=("",)), "stop string"),
