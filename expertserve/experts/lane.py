@@ -19,7 +19,7 @@ from expertserve.experts.budget import SlotPlan
 from expertserve.experts.cache import prefill_weights
 from expertserve.experts.grouping import group_pairs, one_row
 from expertserve.experts.kernels import RunningKernels
-from expertserve.experts.lookahead import MOST_ROWS, LookAhead
+from expertserve.experts.lookahead import MOST_ROWS, WIDE, LookAhead
 from expertserve.experts.opening import (
     LaneParts,
     LaneSettings,
@@ -240,6 +240,9 @@ class ExpertLane:
                 return
         groups = group_pairs(ids)
         weights = prefill_weights(groups.counts, len(ids)) if self._prefill else None
+        following = self._tables.get(layer + 1)
+        if self._guesses and following is not None and ids.size >= WIDE * following.tower.num_experts:
+            self._ahead.ask_all(following)
         self._waves.run(table, groups, weights, compute, began)
 
     def _run_unstreamed(

@@ -18,8 +18,10 @@ from expertserve.experts.stats import ExpertStats
 from expertserve.experts.streamer import Purpose
 from expertserve.experts.table import LayerTable
 
-MOST_ROWS = 8  # wider batches use most of a layer's experts: there is nothing to guess
+MOST_ROWS = 8  # wider batches use too many of a layer's experts for a guess to be worth a slot
+WIDE = 4  # pairs for each expert of a layer, from which on nearly every expert is chosen: nothing to guess either
 _SCARCE = 4  # slots of a class, in multiples of a token's experts, under which a guess would cost a certain expert
+_SHARE = 8  # of a class's slots, one part may hold what a long prompt reads ahead: the others keep what decode uses
 _WINDOW = 16  # steps of one side of a trial
 _SIDES = (True, False, False, True, True, False, False, True)  # with, without: drift falls on both alike
 _KEPT_FOR = 1024  # steps a verdict holds
@@ -81,18 +83,24 @@ class LookAhead:
         return self._asked is not None
 
     def ask(self, table: LayerTable, ids: NDArray[np.int32]) -> None:
-        """Notes what a layer will likely choose; reading starts when `issue` is called."""
-        self._asked = table, list(dict.fromkeys(ids.T.ravel().tolist()))
+        """Notes what a layer will likely choose; reading starts when `issue` is called.
+
+        Forgotten where slots are scarce: a guess would cost a certain expert.
+        """
+        experts = list(dict.fromkeys(ids.T.ravel().tolist()))
+        if table.cache.slot_count >= _SCARCE * len(experts):
+            self._asked = table, experts
+
+    def ask_all(self, table: LayerTable) -> None:
+        """Notes that a layer will choose nearly every expert, as a long prompt's does."""
+        self._asked = table, np.flatnonzero(table.address[0] == 0)[: table.cache.slot_count // _SHARE].tolist()
 
     def issue(self) -> None:
-        """Starts reading what was asked for, as far as slots are plenty; called with all demand under way."""
+        """Starts reading what was asked for, as far as there are slots; called with all demand under way."""
         asked, self._asked = self._asked, None
         if asked is None or self._for is not None:
             return
         table, experts = asked
-        top_k = max(1, len(experts))
-        if table.cache.slot_count < _SCARCE * top_k:
-            return
         self._for = table
         for expert in experts:
             key = table.first_key + expert

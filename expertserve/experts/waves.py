@@ -63,13 +63,13 @@ class Waves:
             counters.hits += len(hits) + len(awaited)
             counters.misses += len(missing)
             self._start_reads(table, keys, missing, awaited)
-            if self._ahead.asked and not missing:
-                self._ahead.issue()
+            self._look_ahead(missing)
             if len(hits):
                 pinned = pinned[:0]  # the kernel's call lets go of them from here on
                 self._compute(table, groups, hits, compute)
             while awaited or missing:
                 self._start_reads(table, keys, missing, awaited)
+                self._look_ahead(missing)
                 ready = self._await_reads(table, keys, awaited, missing)
                 if len(ready):
                     self._compute(table, groups, ready, compute)
@@ -111,6 +111,11 @@ class Waves:
             if fill is None:
                 return
             awaited[fill] = missing.popleft()
+
+    def _look_ahead(self, missing: deque[int]) -> None:
+        """Starts guesses once all demand is under way."""
+        if self._ahead.asked and not missing:
+            self._ahead.issue()
 
     def _drain(self, awaited: dict[Fill, int]) -> None:
         """Lets the reads that the layer still waits for end, whatever comes of them."""

@@ -39,7 +39,21 @@ def test_every_pair_is_computed_once_with_the_right_bytes(slots: int, align: int
         total = lane.stats.total()
         assert total.steps == lane.clock.steps == 4
         assert total.exhausted == total.failed == total.forced == 0
-        assert total.fills == total.misses == len(lane.pool.reader.disk.reads) / 3  # type: ignore[attr-defined]
+        assert total.fills == total.misses + total.lookahead_reads
+        assert total.fills == len(lane.pool.reader.disk.reads) / 3  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("lookahead", "ahead"), [("auto", 2), ("off", 0)])
+def test_a_long_prompt_reads_a_part_of_the_next_layer_before_its_router_ran(lookahead: str, ahead: int) -> None:
+    world = make_world(layers=3)
+    ids = np.argsort(np.random.default_rng(0).random((40, 8)), axis=1)[:, :2].astype(np.int32)
+    with open_lane(world, 16, lookahead=lookahead) as lane:
+        with lane.step(decode_rows=0, prefill_rows=40):
+            world.run(lane, 0, ids)
+            assert lane.stats.current.lookahead_reads + lane.pool.in_flight == ahead  # an eighth of the slots
+            world.run(lane, 1, ids)
+        total = lane.stats.total()
+        assert (total.lookahead_used, total.misses) == (ahead, 16 - ahead)
 
 
 def test_a_second_request_for_resident_experts_reads_nothing() -> None:
