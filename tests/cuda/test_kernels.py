@@ -1,0 +1,200 @@
+"""Every CUDA kernel, run from its own source under emulation, against NumPy and the `gguf` package's dequantisation."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import gguf
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType
+from numpy.typing import NDArray
+
+from expertserve.ops.base import Rope, RopeStyle
+from expertserve.ops.cuda.source import FORMATS
+from expertserve.ops.reference import rope_angles, sigmoid
+from tests.cuda.emulator import THREADS, available, emulator
+
+pytestmark = pytest.mark.skipif(not available, reason="needs g++")
+
+i32, f32 = np.int32, np.float32
+PLAIN = ("F32", "F16", "BF16")
+
+
+def make_weight(fmt: str, rows: int, n: int, seed: int = 0) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
+    """Raw rows of a format and what they mean: every code word as likely as any other, scales of about 0.01."""
+    kind = GGMLQuantizationType[fmt]
+    values, nbytes = gguf.GGML_QUANT_SIZES[kind]
+    rng = np.random.default_rng(seed)
+    if fmt in PLAIN:
+        w = rng.standard_normal((rows, n)).astype(f32)
+        raw = {"F32": w, "F16": w.astype(np.float16)}.get(fmt, (w.view(np.uint32) >> 16).astype(np.uint16))
+        exact = raw.astype(f32) if fmt != "BF16" else (raw.astype(np.uint32) << 16).view(f32)
+        return np.ascontiguousarray(raw).view(np.uint8).reshape(rows, -1), exact
+    blocks = rng.integers(0, 256, (rows * n // values, nbytes), dtype=np.uint8)
+    scale = np.frombuffer(rng.uniform(0.005, 0.02, len(blocks)).astype(np.float16).tobytes(), np.uint8).reshape(-1, 2)
+    if fmt == "MXFP4":
+        blocks[:, 0] = rng.integers(118, 124, len(blocks))
+    elif fmt == "IQ1_M":  # its scale is spread over the upper four bits of four words
+        word = scale.copy().view(np.uint16)[:, 0]
+        words = blocks[:, 48:56].copy().view(np.uint16)
+        for i in range(4):
+            words[:, i] = (words[:, i] & 0x0FFF) | ((word >> (4 * i)) & 15) << 12
+        blocks[:, 48:56] = words.view(np.uint8)
+    else:
+        at = {"Q2_K": 80, "Q3_K": 108, "Q6_K": 208}.get(fmt, 0)
+        blocks[:, at : at + 2] = scale
+        if fmt in ("Q4_1", "Q5_1", "Q4_K", "Q5_K", "Q2_K"):
+            blocks[:, at + 2 : at + 4] = scale[::-1]
+    raw = blocks.reshape(rows, -1)
+    return raw, np.asarray(gguf.quants.dequantize(raw, kind), f32)
+
+
+def close(got: NDArray[np.float32], want: NDArray[np.floating], tolerance: float = 2e-5) -> None:
+    assert np.isfinite(got).all()
+    assert np.abs(got - want).max() <= tolerance * max(1.0, float(np.abs(want).max()))
+
+
+def blocks(n: int, width: int) -> int:
+    return -(-n // width)
+
+
+def width_of(fmt: str, odd: int) -> int:
+    """A row length that is no multiple of a warp's stride."""
+    values = gguf.GGML_QUANT_SIZES[GGMLQuantizationType[fmt]][0]
+    return odd if values == 1 else 3 * values
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_rows_decode_exactly(fmt: str) -> None:
+    n = width_of(fmt, 37)
+    raw, exact = make_weight(fmt, 5, n)
+    ids = np.array([4, 0, 4], i32)
+    out = np.full((3, n), np.nan, f32)
+    emulator().launch(f"take_rows<{fmt}>", (blocks(n, 8 * THREADS), 3), raw, ids, out, i32(n))
+    close(out, exact[ids], 3e-7)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("rows", [1, 3, 11])
+def test_product(fmt: str, rows: int) -> None:
+    n, out_rows = width_of(fmt, 301), 7
+    raw, exact = make_weight(fmt, out_rows, n, seed=1)
+    rng = np.random.default_rng(2)
+    x, bias = rng.standard_normal((rows, n)).astype(f32), rng.standard_normal(out_rows).astype(f32)
+    y = np.full((rows, out_rows), np.nan, f32)
+    grid = (blocks(out_rows, 4), blocks(rows, 8))
+    emulator().launch(f"matvec<{fmt}>", grid, raw, x, bias if rows > 1 else None, y, i32(n), i32(out_rows), i32(rows))
+    close(y, x.astype(np.float64) @ exact.T.astype(np.float64) + (bias if rows > 1 else 0))
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_experts_over_slots(fmt: str) -> None:
+    hidden = ffn = width_of(fmt, 45) if fmt in PLAIN or width_of(fmt, 0) < 100 else 256
+    top_k, tokens, experts = 2, 9, 3
+    weights = [[make_weight(fmt, hidden, hidden, seed=10 * e + role) for role in range(3)] for e in range(experts)]
+    pairs = np.array([3, 0, 1, 2, 4, 5, 6, 7, 8, 9, 10, 11, 13], i32)  # one pair is another call's: its row must stay
+    start = np.array([0, 1, 11, 13], i32)
+    x = np.random.default_rng(3).standard_normal((tokens, hidden)).astype(f32)
+    h = np.full((tokens * top_k, ffn), np.nan, f32)
+    y = np.full((tokens * top_k, hidden), np.nan, f32)
+    gate, up, down = (
+        np.array([weights[e][role][0].ctypes.data for e in range(experts)], np.uint64) for role in range(3)
+    )
+    grid = (blocks(ffn, 4), experts)
+    common = (start, pairs)
+    emulator().launch(f"expert_gate_up<{fmt}, {fmt}>", grid, gate, up, *common, x, h, i32(hidden), i32(ffn), i32(top_k))
+    emulator().launch(f"expert_down<{fmt}>", grid, down, *common, h, y, i32(hidden), i32(ffn))
+    for e in range(experts):
+        mine = pairs[start[e] : start[e + 1]]
+        g, u, d = (weights[e][role][1] for role in range(3))
+        rows = x[mine // top_k]
+        gated = rows @ g.T
+        close(y[mine], (gated * sigmoid(gated) * (rows @ u.T)) @ d.T, 1e-4)
+    untouched = np.setdiff1d(np.arange(tokens * top_k), pairs)
+    assert np.isnan(y[untouched]).all() and len(untouched)
+
+
+def test_combination_keeps_the_order_of_choices() -> None:
+    rng = np.random.default_rng(4)
+    weights, y = rng.random((3, 4)).astype(f32), rng.standard_normal((12, 200)).astype(f32)
+    out = np.empty((3, 200), f32)
+    emulator().launch("combine_experts", (2, 3), weights, y, out, i32(200), i32(4))
+    want = np.zeros((3, 200), f32)
+    for j in range(4):
+        want += weights[:, j, None] * y.reshape(3, 4, 200)[:, j]
+    close(out, want, 3e-7)
+
+
+@pytest.mark.parametrize("n", [8, 100, 517])
+@pytest.mark.parametrize("weighted", [True, False])
+def test_rms_norm(n: int, weighted: bool) -> None:
+    rng = np.random.default_rng(n)
+    x, weight = rng.standard_normal((3, n)).astype(f32), rng.standard_normal(n).astype(f32)
+    out = np.empty_like(x)
+    emulator().launch("rms_norm", (3,), x, weight if weighted else None, out, i32(n), f32(1e-5))
+    want = x / np.sqrt((x * x).mean(axis=1, keepdims=True) + 1e-5) * (weight if weighted else 1)
+    close(out, want)
+
+
+@pytest.mark.parametrize("style", list(RopeStyle))
+@pytest.mark.parametrize("dims", [16, 20])
+def test_rope(style: RopeStyle, dims: int) -> None:
+    x = np.random.default_rng(5).standard_normal((4, 3, 20)).astype(f32)
+    positions = np.array([0, 1, 77, 4095], i32)
+    rope = Rope(dims, style, 10000.0)
+    frequency = 10000.0 ** (-2.0 * np.arange(dims // 2) / dims)
+    angle, magnitude = rope_angles(rope, positions, None)
+    out = np.full_like(x, np.nan)
+    neox = i32(style is RopeStyle.NEOX)
+    emulator().launch("rope", (3, 4), x, positions, frequency, out, i32(20), i32(dims // 2), neox, f32(magnitude))
+    c, s = np.cos(angle)[:, None], np.sin(angle)[:, None]
+    want = x.copy()
+    half = dims // 2
+    first, second = (slice(0, half), slice(half, dims)) if neox else (slice(0, dims, 2), slice(1, dims, 2))
+    want[..., first], want[..., second] = x[..., first] * c - x[..., second] * s, x[..., first] * s + x[..., second] * c
+    close(out, want, 3e-4)  # the reference's angles are float32: 4095 has an error of 2e-4
+
+
+@pytest.mark.parametrize("cell", ["HalfCell", "FloatCell"])
+@pytest.mark.parametrize(("heads", "kv_heads", "k_dim", "v_dim"), [(4, 2, 32, 32), (3, 1, 72, 40), (2, 2, 256, 256)])
+@pytest.mark.parametrize("stretch", [7, 64])
+def test_attention(cell: str, heads: int, kv_heads: int, k_dim: int, v_dim: int, stretch: int) -> None:
+    rng = np.random.default_rng(6)
+    rows, n_kv = 3, 50
+    dtype = np.float16 if cell == "HalfCell" else f32
+    q = rng.standard_normal((rows, heads, k_dim)).astype(f32)
+    new = [rng.standard_normal((n_kv, kv_heads, dim)).astype(f32) for dim in (k_dim, v_dim)]
+    where = rng.permutation(n_kv).astype(np.int64)
+    caches = [np.full(part.shape, np.nan, dtype) for part in new]
+    for part, cache in zip(new, caches, strict=True):
+        n = part[0].size
+        emulator().launch(f"write_cells<{cell}>", (blocks(n, THREADS), n_kv), part, where, cache, i32(n))
+        assert np.array_equal(cache[where], part.astype(dtype))
+    mask = np.where(rng.random((rows, n_kv)) < 0.5, 0, -np.inf).astype(np.float16)
+    mask[1] = -np.inf
+    mask[1, 20] = 0  # one visible cell: most stretches see nothing
+    splits = blocks(n_kv, stretch)
+    part = np.full((rows, heads, splits, v_dim + 2), np.nan, f32)
+    sizes = tuple(map(i32, (kv_heads, k_dim, v_dim, n_kv, stretch)))
+    emulator().launch(f"attend<{cell}>", (heads, splits, rows), q, *caches, mask, part, *sizes, f32(k_dim**-0.5))
+    out = np.full((rows, heads, v_dim), np.nan, f32)
+    emulator().launch("merge_attention", (heads, rows), part, out, i32(splits), i32(v_dim))
+    k, v = (cache.astype(f32).repeat(heads // kv_heads, axis=1) for cache in caches)
+    scores = np.einsum("qhd,khd->hqk", q, k) * k_dim**-0.5 + mask.astype(f32)
+    probs = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    close(out, np.einsum("hqk,khd->qhd", probs / probs.sum(axis=-1, keepdims=True), v))
+
+
+def test_a_barrier_some_threads_never_reach_is_an_error() -> None:
+    code = """
+        import numpy as np
+        from tests.cuda.emulator import Emulator
+        half = "if (threadIdx.x < 5) x[0] = __shfl_xor_sync(~0u, 1.0f, 1); else __syncthreads();"
+        emulator = Emulator("__global__ void k(float *x) {" + half + "}", ["k"])
+        emulator.launch("k", (1,), np.zeros(1, np.float32), threads=32)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
+    assert done.returncode != 0 and "wait for each other" in done.stderr
