@@ -21,7 +21,7 @@ $(VENV)/.installed: pyproject.toml $(wildcard setup.py) $(NATIVE)
 setup: $(VENV)/.installed ## make .venv with the package and the tools of development
 
 demo: setup ## answer a prompt from the embedded model
-	$(BIN)/expertserve run demo --prompt "Why is the sky blue?" --max-tokens 32 --seed 1 --stats-every 0
+	$(BIN)/expertserve run demo --prompt "Why is the sky blue?" --temperature 0 --max-tokens 64 --stats-every 0
 
 test: setup ## run the tests that need no GPU
 	$(BIN)/python -m pytest -m "not gpu and not slow"
@@ -49,8 +49,10 @@ check: lint type ## everything that a change must pass
 	$(BIN)/python tools/gen_docs.py --check
 	$(MAKE) test
 
-demo-model: setup ## write the embedded model anew
-	$(BIN)/python tools/make_demo_model.py
+demo-model: setup ## train the embedded model anew (over an hour)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r tools/train_demo/requirements.txt
+	$(BIN)/python -m tools.train_demo --work build/demo
+	cp build/demo/demo.gguf expertserve/data/demo.gguf
 
 clean: ## remove what was built
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,6 +1,6 @@
 """Files that the package carries: the embedded model that `demo` names.
 
-The model is small enough to ship, so nothing is fetched or written on first use. tools/make_demo_model.py makes it.
+The model is small enough to ship, so nothing is fetched or written on first use. tools/train_demo makes it.
 """
 
 from __future__ import annotations

@@ -132,11 +132,11 @@ def routing(trace: Path) -> dict[str, Any]:
 
 
 def samples(path: Path, threads: int) -> list[dict[str, str]]:
-    """Greedy answers to QUESTIONS as a chat, and continuations of OPENINGS at temperature 0.7 from seed 1."""
+    """Greedy answers to QUESTIONS as a chat, and continuations of OPENINGS at temperature 0.8 from seed 1."""
     model, _ = open_model(path, threads)
     chats = [model.template.render([{"role": "user", "content": q}]) for q in QUESTIONS]
     found = [{"prompt": q, "answer": _answer(model, c, 0.0, 60)} for q, c in zip(QUESTIONS, chats, strict=True)]
-    found += [{"prompt": o, "answer": _answer(model, o, 0.7, 80)} for o in OPENINGS]
+    found += [{"prompt": o, "answer": _answer(model, o, 0.8, 80)} for o in OPENINGS]
     model.close()
     return found
 
@@ -144,10 +144,13 @@ def samples(path: Path, threads: int) -> list[dict[str, str]]:
 def beside_llama_cpp(
     path: Path, windows: Sequence[Tokens], threads: int, positions: int = 48, greedy: int = 64
 ) -> dict[str, Any]:
-    """Log-probabilities and greedy continuations by us and by llama.cpp, on the same file and token ids."""
+    """Log-probabilities and greedy continuations by us and by llama.cpp, on the same file and token ids.
+
+    The end of a text is never taken: told to go on, llama.cpp leaves it out of the choice, and so does `_greedy`.
+    """
     model, _ = open_model(path, threads)
     peer = _LlamaCpp(path, threads)
-    errors, same_best, equal, lengths = [], 0, 0, []
+    errors, same_best, lengths, gaps = [], 0, [], []
     for number in range(positions):
         window = windows[number % len(windows)]
         ids = window[: 16 + 7 * number]
@@ -157,11 +160,16 @@ def beside_llama_cpp(
         same_best += int(ours.argmax() == theirs.argmax())
     for window in windows[:12]:
         prompt = window[:64].tolist()
-        theirs_ids = peer.greedy(prompt, greedy)
-        ours_ids = _greedy(model, prompt, greedy)
-        equal += ours_ids == theirs_ids
-        pairs = zip(ours_ids, theirs_ids, strict=False)
-        lengths.append(next((i for i, (a, b) in enumerate(pairs) if a != b), greedy))
+        ours_ids, theirs_ids = _greedy(model, prompt, greedy), peer.greedy(prompt, greedy)
+        pairs = zip(ours_ids, theirs_ids, strict=True)
+        agreed = next((i for i, (a, b) in enumerate(pairs) if a != b), greedy)
+        lengths.append(agreed)
+        if agreed < greedy:
+            ids = np.array([*prompt, *ours_ids[:agreed]], np.int64)
+            logits = model.forward(_batch(ids, 0, last_only=True))[0].copy()
+            logits[list(model.tokenizer.eog_ids)] = -np.inf
+            best = np.sort(logits)
+            gaps.append(float(best[-1] - best[-2]))
     model.close()
     return {
         "positions": positions,
@@ -169,8 +177,9 @@ def beside_llama_cpp(
         "largest_relative_error": max(errors),
         "same_best_token": same_best,
         "greedy_runs": len(lengths),
-        "greedy_equal": equal,
+        "greedy_equal": lengths.count(greedy),
         "greedy_agreed_tokens": lengths,
+        "gaps_where_they_part": gaps,
     }
 
 
@@ -210,7 +219,8 @@ def _answer(model: LoadedModel, prompt: str, temperature: float, count: int) -> 
 
 
 def _greedy(model: LoadedModel, prompt: list[int], count: int) -> list[int]:
-    params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
+    bias = dict.fromkeys(model.tokenizer.eog_ids, -100.0)
+    params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, logit_bias=bias)
     return [e.token_id for e in events(model.engine, prompt, params) if isinstance(e, TokenEvent)]
 
 

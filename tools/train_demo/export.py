@@ -23,7 +23,7 @@ LICENSE_NOTE = (
     "Trained on public-domain text (Presidents' addresses, Moby-Dick, the King James Bible) and on dialogues made from "
     "WordNet 3.0, Copyright 2006 by Princeton University; docs/DEMO_MODEL.md has the notices."
 )
-# Quantisation hurts the first and the last layers most; layers of unlike experts are also what dynamic quants look like.
+# Quantisation hurts the first and the last layers most; unlike layers are also what dynamic quants look like.
 _DOWN = [TensorType.Q8_0, TensorType.Q5_0, TensorType.Q4_0]
 
 

@@ -93,7 +93,7 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.randn(s.experts, s.hidden, s.ffn) * s.ffn**-0.5 * 0.3)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The output (tokens, hidden), the router's loss and the experts (tokens, top_k) picked for x (tokens, hidden)."""
+        """The output (tokens, hidden), the router's loss, and the experts (tokens, top_k) picked for x."""
         with torch.autocast("cpu", enabled=False):
             logits = self.router(x.float())
         odds = logits.softmax(-1)

@@ -68,7 +68,7 @@ def score(model: Model, streams: Sequence[Scored], limit: int | None = None) -> 
 
 
 def train(shape: Shape, plan: Plan, windows: Windows, streams: Sequence[Scored], folder: Path, seed: int) -> Model:
-    """The trained model; `folder` gets `checkpoint.pt` and `loss.csv` on the way, and a second call goes on from them."""
+    """The trained model; `folder` gets `checkpoint.pt` and `loss.csv`, and a second call goes on from them."""
     torch.manual_seed(seed)
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
