@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -190,3 +191,11 @@ def write_files(world: World, folder: Path) -> list[Path]:
 def row(*experts: int) -> NDArray[np.int32]:
     """Ids of one token."""
     return np.array([experts], np.int32)
+
+
+def threads_left(wanted: int, patience_s: float = 10.0) -> int:
+    """Threads of this process; a joined thread stays listed for a moment, so it looks again while there are more."""
+    end = time.monotonic() + patience_s
+    while (count := len(os.listdir("/proc/self/task"))) > wanted and time.monotonic() < end:
+        time.sleep(0.01)
+    return count
