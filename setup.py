@@ -15,7 +15,7 @@ setup(
     ext_modules=[
         Extension(
             "expertserve.ops.ggml._kernels",
-            [f"expertserve/ops/ggml/{name}.c" for name in ("kernels", "gemm", "attention")],
+            [f"expertserve/ops/ggml/{name}.c" for name in ("kernels", "gemm", "attention", "recurrent")],
             depends=["expertserve/ops/ggml/gemm.h", "expertserve/ops/ggml/export.h"],
             extra_compile_args=["-O3", "-std=c11"],
         ),

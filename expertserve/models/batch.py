@@ -8,10 +8,14 @@ logits. The arrays belong to the engine and are valid only during the call.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
+
+
+def _no_runs() -> NDArray[np.int32]:
+    return np.empty((0, 4), np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +29,8 @@ class Batch:
         mask: 0 where a row sees a cell, -inf where not, [T, n_kv].
         outputs: rows whose logits are returned, ascending, [n].
         decode_rows: rows that belong to decode; the others are prefill.
+        runs: for a model with recurrent state, the stretches of rows that belong to one sequence, in order: source slot
+            of the state (-1 for none yet), target slot, first row, row after the last, [runs, 4].
     """
 
     tokens: NDArray[np.int32]
@@ -33,3 +39,4 @@ class Batch:
     mask: NDArray[np.float16]
     outputs: NDArray[np.int32]
     decode_rows: int
+    runs: NDArray[np.int32] = field(default_factory=_no_runs)

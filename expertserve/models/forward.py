@@ -51,6 +51,7 @@ class Forward:
         kv_cells: cells of the KV cache, a multiple of 256.
         kv_type: element type of the KV cache.
         min_outputs: logit rows every batch may ask for, however large the vocabulary.
+        state_slots: slots of recurrent state, for a model that has one.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Forward:
         kv_cells: int,
         kv_type: KVType,
         min_outputs: int,
+        state_slots: int = 0,
     ) -> None:
         self.model = model
         self.vocab_size = model.vocab_size
@@ -73,6 +75,8 @@ class Forward:
         self._backend = backend
         self._lane = lane
         backend.allocate_kv(model.kv_layouts(), kv_cells, kv_type)
+        self.state_slots = state_slots if model.recurrent_layouts() else 0
+        backend.allocate_states(model.recurrent_layouts(), self.state_slots)
         self._allocate_buffers()
         self._kernels = self._make_kernels()
         self._segments = self._make_segments()
@@ -86,6 +90,8 @@ class Forward:
             "positions": ((rows,), np.int32),
             "cells": ((rows,), np.int64),
             "outputs": ((rows,), np.int32),
+            "runs": ((rows, 4), np.int32),
+            "num_runs": ((1,), np.int32),
             "mask": ((rows * self.kv_cells,), np.float16),
             "residual": ((rows, hp.hidden), np.float32),
             "ffn_input": ((rows, hp.hidden), np.float32),
@@ -162,6 +168,8 @@ class Forward:
             backend.host("positions")[:rows] = batch.positions
             backend.host("cells")[:rows] = batch.cells
             backend.host("outputs")[:n] = batch.outputs
+            backend.host("runs")[: len(batch.runs)] = batch.runs
+            backend.host("num_runs")[0] = len(batch.runs)
             backend.begin_batch(rows, batch.mask, n)
             router, weights = backend.host("router")[:rows], backend.host("expert_weights")[:rows]
             guess = backend.host("guess")[:rows]

@@ -20,9 +20,15 @@ MAX_COUNT = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class HParams:
-    """Sizes that all families share; see the GGUF specification for the keys."""
+    """Sizes that all families share; see the GGUF specification for the keys.
+
+    Attributes:
+        num_layers: layers of the trunk.
+        num_blocks: layers in the file; those after the trunk predict tokens further ahead.
+    """
 
     num_layers: int
+    num_blocks: int
     hidden: int
     num_heads: int
     num_kv_heads: int
@@ -57,8 +63,12 @@ def read_hparams(file: GGUFFile) -> HParams:
     num_experts, top_k = read_count(file, "expert_count"), read_count(file, "expert_used_count")
     if top_k > num_experts:
         raise GGUFError(f"{file.paths[0].name}: expert_used_count {top_k} exceeds expert_count {num_experts}")
+    blocks, ahead = read_count(file, "block_count"), file.get("nextn_predict_layers", 0, kind=int)
+    if not 0 <= ahead < blocks:
+        raise GGUFError(f"{file.paths[0].name}: nextn_predict_layers is {ahead} of {blocks} layers")
     return HParams(
-        num_layers=read_count(file, "block_count"),
+        num_layers=blocks - ahead,
+        num_blocks=blocks,
         hidden=hidden,
         num_heads=heads,
         num_kv_heads=read_count(file, "attention.head_count_kv", heads),

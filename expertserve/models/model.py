@@ -15,7 +15,7 @@ from expertserve.experts.router import RouterRule
 from expertserve.gguf.file import GGUFFile, TensorInfo
 from expertserve.gguf.spans import ExpertTower
 from expertserve.models.hparams import HParams, read_hparams, read_router_rule
-from expertserve.ops.base import Activation, ExpertShape, Graph, KVLayout, Tensor
+from expertserve.ops.base import Activation, ExpertShape, Graph, KVLayout, RecurrentLayout, Tensor
 
 
 class Model(ABC):
@@ -23,11 +23,13 @@ class Model(ABC):
 
     normalise_router: ClassVar[bool] = True
     activation: ClassVar[Activation] = Activation.SILU
+    ffn_norm: ClassVar[str] = "ffn_norm"
 
     def __init__(self, file: GGUFFile, towers: Mapping[int, ExpertTower]) -> None:
         self.file = file
-        self.towers = towers
         self.hp: HParams = read_hparams(file)
+        self.towers = {layer: tower for layer, tower in towers.items() if layer < self.hp.num_layers}
+        self._routed = {part.name for tower in towers.values() for part in tower.slices}
         self.router: RouterRule = read_router_rule(file, self.hp.top_k, normalise=self.normalise_router)
 
     @property
@@ -51,14 +53,17 @@ class Model(ABC):
 
     def dense_weights(self) -> Sequence[TensorInfo]:
         """Everything but the towers, in file order."""
-        routed = {part.name for tower in self.towers.values() for part in tower.slices}
-        dense = (info for info in self.file.tensors.values() if info.name not in routed)
+        dense = (info for info in self.file.tensors.values() if info.name not in self._routed)
         return sorted(dense, key=lambda info: (info.file_index, info.offset))
 
     def kv_layouts(self) -> Sequence[KVLayout]:
         """The KV cache's part of each layer that attends."""
         hp = self.hp
         return [KVLayout(layer, hp.num_kv_heads, hp.k_dim, hp.v_dim) for layer in range(hp.num_layers)]
+
+    def recurrent_layouts(self) -> Sequence[RecurrentLayout]:
+        """The recurrent state's part of each layer that has one."""
+        return []
 
     def expert_shape(self, tower: ExpertTower) -> ExpertShape:
         """Sizes of one expert of `tower`."""
@@ -83,14 +88,14 @@ class Model(ABC):
         p = f"blk.{layer}."
         attended = self.attention(g, layer, g.rms_norm(x, p + "attn_norm.weight", self.hp.eps))
         residual = g.add(attended, x)
-        ffn_input = g.rms_norm(residual, p + "ffn_norm.weight", self.hp.eps)
+        ffn_input = g.rms_norm(residual, f"{p}{self.ffn_norm}.weight", self.hp.eps)
         g.store("residual", residual)
         g.store("ffn_input", ffn_input)
         g.store("router", self.router_logits(g, layer, ffn_input))
         if self.has_shared_expert:
             g.store("shared", self.shared_expert(g, layer, ffn_input))
         if guess:
-            expected = g.rms_norm(residual, f"blk.{layer + 1}.ffn_norm.weight", self.hp.eps)
+            expected = g.rms_norm(residual, f"blk.{layer + 1}.{self.ffn_norm}.weight", self.hp.eps)
             g.store("guess", self.router_logits(g, layer + 1, expected))
 
     def router_logits(self, g: Graph, layer: int, x: Tensor) -> Tensor:
@@ -100,6 +105,13 @@ class Model(ABC):
     def shared_expert(self, g: Graph, layer: int, x: Tensor) -> Tensor:
         """The shared expert's output [rows, hidden]; asked for only where `has_shared_expert`."""
         raise AssertionError(f"{type(self).__name__} has no shared expert")
+
+    def gated_shared_expert(self, g: Graph, layer: int, x: Tensor) -> Tensor:
+        """A shared expert behind a sigmoid gate of its own, for the families that have it so."""
+        p = f"blk.{layer}.ffn_"
+        h = g.gated(g.linear(x, p + "gate_shexp.weight"), g.linear(x, p + "up_shexp.weight"), self.activation)
+        gate = g.sigmoid(g.linear(x, p + "gate_inp_shexp.weight"))
+        return g.mul(g.linear(h, p + "down_shexp.weight"), gate)
 
     def join(self, g: Graph) -> Tensor:
         """The residual stream after a layer's experts: their weighted sum, the shared expert, the residual."""

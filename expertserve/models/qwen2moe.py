@@ -15,7 +15,4 @@ class Qwen2Moe(GqaModel):
     has_shared_expert = True
 
     def shared_expert(self, g: Graph, layer: int, x: Tensor) -> Tensor:
-        p = f"blk.{layer}.ffn_"
-        h = g.gated(g.linear(x, p + "gate_shexp.weight"), g.linear(x, p + "up_shexp.weight"), self.activation)
-        gate = g.sigmoid(g.linear(x, p + "gate_inp_shexp.weight"))
-        return g.mul(g.linear(h, p + "down_shexp.weight"), gate)
+        return self.gated_shared_expert(g, layer, x)

@@ -7,6 +7,7 @@ row is one token of the batch. Nothing here knows a device, and a model holds th
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -78,6 +79,44 @@ class KVLayout:
     v_dim: int
 
 
+@dataclass(frozen=True, slots=True)
+class RecurrentLayout:
+    """One gated-DeltaNet layer's part of a sequence's state: a convolution's last inputs and a matrix a head.
+
+    Attributes:
+        conv_width: inputs that the convolution sees, the newest among them.
+        grouped: value head h reads key head h // (value_heads / key_heads), else h % key_heads.
+    """
+
+    layer: int
+    conv_width: int
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    grouped: bool
+
+    @property
+    def channels(self) -> int:
+        """Elements of queries, keys and values together."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    @property
+    def conv_shape(self) -> tuple[int, int]:
+        """Shape of the convolution's state, oldest input first."""
+        return self.conv_width - 1, self.channels
+
+    @property
+    def matrix_shape(self) -> tuple[int, int, int]:
+        """Shape of the recurrent state."""
+        return self.value_heads, self.key_dim, self.value_dim
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one sequence's state, in float32."""
+        return 4 * (math.prod(self.conv_shape) + math.prod(self.matrix_shape))
+
+
 class KVType(StrEnum):
     """Element type of the KV cache."""
 
@@ -126,6 +165,10 @@ class Graph(ABC):
         """a + b, of equal shape."""
 
     @abstractmethod
+    def add_weight(self, x: Tensor, weight: str) -> Tensor:
+        """x [.., n] plus the weight [n]."""
+
+    @abstractmethod
     def mul(self, a: Tensor, b: Tensor) -> Tensor:
         """a * b; b may have a last axis of 1."""
 
@@ -138,12 +181,20 @@ class Graph(ABC):
         """1 / (1 + exp(-x))."""
 
     @abstractmethod
+    def silu(self, x: Tensor) -> Tensor:
+        """x * sigmoid(x)."""
+
+    @abstractmethod
     def gated(self, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
         """activation(gate) * up."""
 
     @abstractmethod
     def reshape(self, x: Tensor, shape: Sequence[int]) -> Tensor:
         """The same elements in another shape."""
+
+    @abstractmethod
+    def part(self, x: Tensor, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of the last axis."""
 
     @abstractmethod
     def rope(self, x: Tensor, rope: Rope) -> Tensor:
@@ -154,6 +205,24 @@ class Graph(ABC):
         """Writes k and v [rows, kv heads, dim] to the batch's KV cells, then attends through the batch's mask.
 
         q is [rows, heads, k_dim]; query head i reads KV head i // (heads / kv heads). Returns [rows, heads * v_dim].
+        """
+
+    @abstractmethod
+    def causal_conv(self, x: Tensor, weight: str, state: RecurrentLayout) -> Tensor:
+        """Depthwise convolution of x [rows, channels] over the rows of each run, with `weight` [channels, width].
+
+        What a run sees before its first row is its source state; its last inputs become its target state.
+        """
+
+    @abstractmethod
+    def gated_delta(
+        self, qkv: Tensor, alpha: Tensor, beta: Tensor, a: str, state: RecurrentLayout, eps: float
+    ) -> Tensor:
+        """The gated delta rule (arXiv:2412.06464) over the rows of each run: [rows, value_heads * value_dim].
+
+        qkv is [rows, channels]: queries, keys, values; q and k are divided by max(their length, eps), q by
+        sqrt(key_dim) too. alpha and beta are [rows, value_heads], `a` a weight [value_heads]. For each row and head,
+        with S the state: S *= exp(a * softplus(alpha)); S += k (sigmoid(beta) * (v - k S)); the output is q S.
         """
 
     @abstractmethod
@@ -215,6 +284,10 @@ class Backend(ABC):
     @abstractmethod
     def allocate_kv(self, layouts: Sequence[KVLayout], cells: int, kv_type: KVType) -> None:
         """Allocates the KV cache."""
+
+    @abstractmethod
+    def allocate_states(self, layouts: Sequence[RecurrentLayout], slots: int) -> None:
+        """Allocates the recurrent states of `slots` sequences; runs come in the buffers `runs` and `num_runs`."""
 
     @abstractmethod
     def allocate_buffer(self, name: str, shape: Sequence[int], dtype: Any) -> None:

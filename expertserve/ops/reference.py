@@ -18,7 +18,17 @@ from expertserve.errors import UnsupportedModelError
 from expertserve.gguf.file import TensorInfo
 from expertserve.gguf.spans import ExpertTower
 from expertserve.ops import base
-from expertserve.ops.base import Activation, ExpertShape, KVLayout, KVType, ReadTensor, Rope, RopeStyle, Tensor
+from expertserve.ops.base import (
+    Activation,
+    ExpertShape,
+    KVLayout,
+    KVType,
+    ReadTensor,
+    RecurrentLayout,
+    Rope,
+    RopeStyle,
+    Tensor,
+)
 
 if TYPE_CHECKING:
     from expertserve.experts.batch import SlotBatch
@@ -112,6 +122,9 @@ class NumpyGraph(base.Graph):
     def add(self, a: Tensor, b: Tensor) -> Tensor:
         return NumpyTensor(_a(a) + _a(b))
 
+    def add_weight(self, x: Tensor, weight: str) -> Tensor:
+        return NumpyTensor(_a(x) + self._b.weight(weight))
+
     def mul(self, a: Tensor, b: Tensor) -> Tensor:
         return NumpyTensor(_a(a) * _a(b))
 
@@ -121,11 +134,17 @@ class NumpyGraph(base.Graph):
     def sigmoid(self, x: Tensor) -> Tensor:
         return NumpyTensor(sigmoid(_a(x)))
 
+    def silu(self, x: Tensor) -> Tensor:
+        return NumpyTensor(_a(x) * sigmoid(_a(x)))
+
     def gated(self, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
         return NumpyTensor(activate(_a(gate), activation) * _a(up))
 
     def reshape(self, x: Tensor, shape: Sequence[int]) -> Tensor:
         return NumpyTensor(_a(x).reshape(shape))
+
+    def part(self, x: Tensor, start: int, stop: int) -> Tensor:
+        return NumpyTensor(_a(x)[..., start:stop])
 
     def rope(self, x: Tensor, rope: Rope) -> Tensor:
         factors = None if rope.freq_factors is None else self._b.weight(rope.freq_factors)
@@ -154,6 +173,38 @@ class NumpyGraph(base.Graph):
         scores = np.exp(scores - scores.max(axis=-1, keepdims=True))
         probs = scores / scores.sum(axis=-1, keepdims=True)
         return NumpyTensor(np.einsum("hqk,khd->qhd", probs, vs).reshape(self.rows, -1))
+
+    def causal_conv(self, x: Tensor, weight: str, state: RecurrentLayout) -> Tensor:
+        states, a, w = self._b.states(state.layer)[0], _a(x), self._b.weight(weight)
+        out = np.zeros_like(a)
+        for source, target, start, end in self._b.runs():
+            before = states[source] if source >= 0 else np.zeros(state.conv_shape, np.float32)
+            seen = np.concatenate([before, a[start:end]])
+            for j in range(state.conv_width):
+                out[start:end] += seen[j : j + end - start] * w[:, j]
+            states[target] = seen[len(seen) - len(before) :]
+        return NumpyTensor(out)
+
+    def gated_delta(
+        self, qkv: Tensor, alpha: Tensor, beta: Tensor, a: str, state: RecurrentLayout, eps: float
+    ) -> Tensor:
+        states, decay = self._b.states(state.layer)[1], np.exp(self._b.weight(a) * np.logaddexp(0, _a(alpha)))
+        keys = state.key_heads * state.key_dim
+        q, k = (_a(qkv)[:, i * keys : (i + 1) * keys].reshape(self.rows, state.key_heads, -1) for i in (0, 1))
+        v = _a(qkv)[:, 2 * keys :].reshape(self.rows, state.value_heads, state.value_dim)
+        q, k = (x / np.maximum(np.linalg.norm(x, axis=-1, keepdims=True), eps) for x in (q, k))
+        times = state.value_heads // state.key_heads
+        q, k = (x.repeat(times, axis=1) if state.grouped else np.tile(x, (1, times, 1)) for x in (q, k))
+        out = np.zeros_like(v)
+        for source, target, start, end in self._b.runs():
+            s = states[source].copy() if source >= 0 else np.zeros(state.matrix_shape, np.float32)
+            for row in range(start, end):
+                s *= decay[row][:, None, None]
+                change = sigmoid(_a(beta)[row])[:, None] * (v[row] - np.einsum("hk,hkv->hv", k[row], s))
+                s += k[row][:, :, None] * change[:, None, :]
+                out[row] = np.einsum("hk,hkv->hv", q[row], s) * state.key_dim**-0.5
+            states[target] = s
+        return NumpyTensor(out.reshape(self.rows, -1))
 
     def combine_experts(self, hidden: int, top_k: int) -> Tensor:
         y = self._b.host("expert_out")[: self.rows * top_k].reshape(self.rows, top_k, hidden)
@@ -220,6 +271,7 @@ class ReferenceBackend(base.Backend):
         self._weights: dict[str, Array] = {}
         self._buffers: dict[str, NDArray[Any]] = {}
         self._kv: dict[int, tuple[NDArray[Any], NDArray[Any]]] = {}
+        self._states: dict[int, tuple[Array, Array]] = {}
 
     def check(self, infos: Iterable[TensorInfo], towers: Iterable[ExpertTower]) -> None:
         for info in (*infos, *(part for tower in towers for part in tower.slices)):
@@ -241,6 +293,11 @@ class ReferenceBackend(base.Backend):
             v = np.zeros((cells, kv.num_heads, kv.v_dim), k.dtype)
             self._kv[kv.layer] = k, v
 
+    def allocate_states(self, layouts: Sequence[RecurrentLayout], slots: int) -> None:
+        for layout in layouts:
+            conv, matrix = ((slots, *layout.conv_shape), (slots, *layout.matrix_shape))
+            self._states[layout.layer] = np.zeros(conv, np.float32), np.zeros(matrix, np.float32)
+
     def allocate_buffer(self, name: str, shape: Sequence[int], dtype: Any) -> None:
         self._buffers[name] = np.zeros(shape, dtype)
 
@@ -254,6 +311,15 @@ class ReferenceBackend(base.Backend):
     def kv(self, layer: int) -> tuple[NDArray[Any], NDArray[Any]]:
         """K and V of a layer, [cells, heads, dim]."""
         return self._kv[layer]
+
+    def states(self, layer: int) -> tuple[Array, Array]:
+        """Convolution states and recurrent states of a layer, by slot."""
+        return self._states[layer]
+
+    def runs(self) -> list[list[int]]:
+        """The batch's runs: source slot, target slot, first row, row after the last."""
+        count = int(self.host("num_runs")[0])
+        return [[int(n) for n in run] for run in self.host("runs")[:count]]
 
     def host(self, name: str) -> NDArray[Any]:
         return self._buffers[name]

@@ -44,7 +44,16 @@ def open_forward(
     stats = stats or ExpertStats(every=0, emit=lambda line: None)
     lane = ExpertLane.open(file, model.towers, model.hp.top_k, settings, stats)
     backend.load_weights(model.dense_weights(), file.read_tensor, lambda nbytes: None)
-    forward = Forward(model, backend, lane, max_rows=max_rows, kv_cells=cells, kv_type=KVType(kv_type), min_outputs=1)
+    forward = Forward(
+        model,
+        backend,
+        lane,
+        max_rows=max_rows,
+        kv_cells=cells,
+        kv_type=KVType(kv_type),
+        min_outputs=1,
+        state_slots=cells + 1,
+    )
     forward.prepare()
     try:
         yield forward
@@ -53,7 +62,10 @@ def open_forward(
 
 
 def make_batch(tokens: list[int], start: int = 0, *, n_kv: int = 256, all_outputs: bool = True) -> Batch:
-    """One sequence's tokens from position `start`, in cells equal to their positions."""
+    """One sequence's tokens from position `start`, in cells equal to their positions.
+
+    The slot of a recurrent state is the number of tokens it has seen.
+    """
     rows = len(tokens)
     positions = np.arange(start, start + rows, dtype=np.int32)
     visible = np.arange(n_kv)[None, :] <= positions[:, None]
@@ -64,6 +76,7 @@ def make_batch(tokens: list[int], start: int = 0, *, n_kv: int = 256, all_output
         mask=np.where(visible, 0, -np.inf).astype(np.float16),
         outputs=np.arange(0 if all_outputs else rows - 1, rows, dtype=np.int32),
         decode_rows=int(rows == 1 and start > 0),
+        runs=np.array([[start or -1, start + rows, 0, rows]], np.int32),
     )
 
 

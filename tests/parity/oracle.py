@@ -13,7 +13,16 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-FAMILIES = ("qwen3moe", "qwen2moe", "olmoe", "mixtral", "qwen3moe-k256")
+FAMILIES = (
+    "qwen3moe",
+    "qwen2moe",
+    "olmoe",
+    "mixtral",
+    "qwen3moe-k256",
+    "qwen35moe",
+    "qwen35moe-fused",
+    "qwen3next-mtp",
+)
 ORACLE = Path(__file__).parents[2].parent / "shared" / "oracle"
 FIXTURES = sorted(
     str(path.relative_to(ORACLE)) for family in FAMILIES for path in (ORACLE / family).glob("model-*.gguf")

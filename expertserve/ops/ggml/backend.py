@@ -8,6 +8,7 @@ the segments compiled before are dropped and compiled again on their next use.
 from __future__ import annotations
 
 import ctypes
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -21,10 +22,10 @@ from expertserve.errors import CapacityError, UnsupportedModelError
 from expertserve.gguf.file import TensorInfo
 from expertserve.gguf.spans import ExpertTower
 from expertserve.ops import base
-from expertserve.ops.base import ExpertShape, KVLayout, KVType, ReadTensor
+from expertserve.ops.base import ExpertShape, KVLayout, KVType, ReadTensor, RecurrentLayout
 from expertserve.ops.ggml.experts import GgmlExpertKernel
 from expertserve.ops.ggml.graph import GgmlGraph, GgmlTensor
-from expertserve.ops.ggml.library import ggml
+from expertserve.ops.ggml.library import MAX_STATE_DIM, ggml
 from expertserve.ops.ggml.plan import GraphPlan
 
 ALIGNMENT = 64
@@ -76,6 +77,7 @@ class GgmlBackend(base.Backend):
         self._buffers: dict[str, NDArray[Any]] = {}
         self._shared: dict[tuple[str, int], Memory] = {}
         self._kv: dict[int, tuple[Any, Any]] = {}
+        self._states: dict[int, tuple[int, int]] = {}
         self._segments: OrderedDict[tuple[str, int, int, int], GgmlSegment] = OrderedDict()
         self._uses: dict[str, tuple[bool, bool]] = {}
         self._allocator = ggml.ggml_gallocr_new(ggml.ggml_backend_cpu_buffer_type())
@@ -120,6 +122,13 @@ class GgmlBackend(base.Backend):
                 pair.append(tensor)
             self._kv[layout.layer] = (pair[0], pair[1])
 
+    def allocate_states(self, layouts: Sequence[RecurrentLayout], slots: int) -> None:
+        for layout in layouts:
+            if max(layout.key_dim, layout.value_dim) > MAX_STATE_DIM:
+                raise UnsupportedModelError(f"recurrent heads of {layout.key_dim} x {layout.value_dim} are too wide")
+            conv, matrix = (self._allocate(4 * slots * math.prod(s)) for s in (layout.conv_shape, layout.matrix_shape))
+            self._states[layout.layer] = conv.address, matrix.address
+
     def allocate_buffer(self, name: str, shape: Sequence[int], dtype: Any) -> None:
         memory = self._allocate(int(np.prod(shape)) * np.dtype(dtype).itemsize)
         self._buffers[name] = memory.array.view(dtype)[: int(np.prod(shape))].reshape(shape)
@@ -155,6 +164,10 @@ class GgmlBackend(base.Backend):
     def kv(self, layer: int) -> tuple[Any, Any]:
         """The K and V tensors of a layer, [cells, heads * dim] each."""
         return self._kv[layer]
+
+    def states(self, layer: int) -> tuple[int, int]:
+        """Addresses of a layer's convolution states and recurrent states, by slot."""
+        return self._states[layer]
 
     def address(self, name: str) -> int:
         """Address of a persistent buffer."""

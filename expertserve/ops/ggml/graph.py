@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from expertserve.errors import UnsupportedModelError
 from expertserve.ops import base
-from expertserve.ops.base import Activation, KVLayout, Rope, Tensor
+from expertserve.ops.base import Activation, KVLayout, RecurrentLayout, Rope, Tensor
 from expertserve.ops.ggml.library import (
     MIN_COLUMNS,
     TILE_ROWS,
     AttentionCall,
     CombineCall,
+    ConvCall,
+    DeltaCall,
     LinearCall,
     Matrix,
     attention_fits,
@@ -37,7 +39,9 @@ if TYPE_CHECKING:
 GRAPH_TENSORS = 256
 GLU_OPS = {Activation.SILU: ggml.ggml_swiglu_split}
 ATTENTION = kernel("attention")
+CAUSAL_CONV = kernel("causal_conv")
 COMBINE = kernel("combine_experts")
+GATED_DELTA = kernel("gated_delta")
 LINEAR_INPUT = kernel("linear_input")
 LINEAR_PRODUCT = kernel("linear_product")
 
@@ -160,9 +164,10 @@ class GgmlGraph(base.Graph):
         call.columns, call.out = data_slot(columns), data_slot(out)
         return out
 
-    def _custom(self, function: Any, user: int, source: Any, ggml_type: int, ne0: int, ne1: int) -> Any:
-        sources = (ctypes.POINTER(ggml.ggml_tensor) * 1)(source)
-        return ggml.ggml_custom_4d(self.ctx, ggml_type, ne0, ne1, 1, 1, sources, 1, function, -1, user)
+    def _custom(self, function: Any, user: int, source: Any, ggml_type: int, ne0: int, ne1: int, *more: Any) -> Any:
+        count = 1 + len(more)
+        sources = (ctypes.POINTER(ggml.ggml_tensor) * count)(source, *more)
+        return ggml.ggml_custom_4d(self.ctx, ggml_type, ne0, ne1, 1, 1, sources, count, function, -1, user)
 
     def rms_norm(self, x: Tensor, weight: str | None, eps: float) -> Tensor:
         assert isinstance(x, GgmlTensor)
@@ -174,6 +179,10 @@ class GgmlGraph(base.Graph):
     def add(self, a: Tensor, b: Tensor) -> Tensor:
         assert isinstance(a, GgmlTensor) and isinstance(b, GgmlTensor) and a.shape == b.shape
         return self._new(ggml.ggml_add(self.ctx, a.ptr, b.ptr), a.shape)
+
+    def add_weight(self, x: Tensor, weight: str) -> Tensor:
+        assert isinstance(x, GgmlTensor)
+        return self._new(ggml.ggml_add(self.ctx, x.ptr, self._weight(weight, x.shape[-1])), x.shape)
 
     def mul(self, a: Tensor, b: Tensor) -> Tensor:
         assert isinstance(a, GgmlTensor) and isinstance(b, GgmlTensor)
@@ -188,6 +197,10 @@ class GgmlGraph(base.Graph):
         assert isinstance(x, GgmlTensor)
         return self._new(ggml.ggml_sigmoid(self.ctx, x.ptr), x.shape)
 
+    def silu(self, x: Tensor) -> Tensor:
+        assert isinstance(x, GgmlTensor)
+        return self._new(ggml.ggml_silu(self.ctx, x.ptr), x.shape)
+
     def gated(self, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
         assert isinstance(gate, GgmlTensor) and isinstance(up, GgmlTensor) and gate.shape == up.shape
         return self._new(GLU_OPS[activation](self.ctx, gate.ptr, up.ptr), gate.shape)
@@ -197,6 +210,14 @@ class GgmlGraph(base.Graph):
         ne = [*reversed(shape), 1, 1, 1][:4]
         x.viewed = True
         return self._new(ggml.ggml_reshape_4d(self.ctx, x.ptr, *ne), shape)
+
+    def part(self, x: Tensor, start: int, stop: int) -> Tensor:
+        assert isinstance(x, GgmlTensor) and len(x.shape) <= 3
+        require(0 <= start < stop <= x.shape[-1], f"elements {start} to {stop} are asked of {x.shape[-1]}")
+        x.viewed = True
+        ne, nb = [*reversed(x.shape), 1, 1][:3], x.ptr.contents.nb
+        view = ggml.ggml_view_3d(self.ctx, x.ptr, stop - start, ne[1], ne[2], nb[1], nb[2], 4 * start)
+        return self._new(ggml.ggml_cont(self.ctx, view), (*x.shape[:-1], stop - start))
 
     def rope(self, x: Tensor, rope: Rope) -> Tensor:
         assert isinstance(x, GgmlTensor) and len(x.shape) == 3
@@ -288,6 +309,53 @@ class GgmlGraph(base.Graph):
         values = ggml.ggml_cont(c, ggml.ggml_transpose(c, views[1]))
         out = ggml.ggml_permute(c, ggml.ggml_mul_mat(c, values, probs), 0, 2, 1, 3)
         return ggml.ggml_cont_2d(c, out, heads * kv.v_dim, self.rows)
+
+    def causal_conv(self, x: Tensor, weight: str, state: RecurrentLayout) -> Tensor:
+        assert isinstance(x, GgmlTensor)
+        require(x.shape == (self.rows, state.channels), f"{list(x.shape)} is convolved, not {state.channels} channels")
+        call = ConvCall(
+            x=data_slot(x.ptr),
+            weight=self._weight(weight, state.channels, state.conv_width).contents.data,
+            states=self._backend.states(state.layer)[0],
+            runs=self._backend.address("runs"),
+            num_runs=self._backend.address("num_runs"),
+            channels=state.channels,
+            width=state.conv_width,
+        )
+        self.keep.append(call)
+        user = ctypes.addressof(call)
+        out = self._custom(CAUSAL_CONV, user, x.ptr, ggml.GGML_TYPE_F32, state.channels, self.rows)
+        call.out = data_slot(out)
+        return self._new(out, x.shape)
+
+    def gated_delta(
+        self, qkv: Tensor, alpha: Tensor, beta: Tensor, a: str, state: RecurrentLayout, eps: float
+    ) -> Tensor:
+        assert isinstance(qkv, GgmlTensor) and isinstance(alpha, GgmlTensor) and isinstance(beta, GgmlTensor)
+        heads = state.value_heads
+        for x, n in ((qkv, state.channels), (alpha, heads), (beta, heads)):
+            require(x.shape == (self.rows, n), f"{list(x.shape)} meets a recurrent state, not rows of {n}")
+        call = DeltaCall(
+            qkv=data_slot(qkv.ptr),
+            alpha=data_slot(alpha.ptr),
+            beta=data_slot(beta.ptr),
+            a=self._weight(a, heads).contents.data,
+            states=self._backend.states(state.layer)[1],
+            runs=self._backend.address("runs"),
+            num_runs=self._backend.address("num_runs"),
+            eps=eps,
+            key_heads=state.key_heads,
+            value_heads=heads,
+            key_dim=state.key_dim,
+            value_dim=state.value_dim,
+            grouped=state.grouped,
+        )
+        self.keep.append(call)
+        user, width = ctypes.addressof(call), heads * state.value_dim
+        sources = (alpha.ptr, beta.ptr)
+        out = self._custom(GATED_DELTA, user, qkv.ptr, ggml.GGML_TYPE_F32, width, self.rows, *sources)
+        call.out = data_slot(out)
+        return self._new(out, (self.rows, width))
 
     def combine_experts(self, hidden: int, top_k: int) -> Tensor:
         call = CombineCall(

@@ -136,6 +136,42 @@ class AttentionCall(ctypes.Structure):
     )
 
 
+class ConvCall(ctypes.Structure):
+    """`struct conv_call` of recurrent.c."""
+
+    _fields_ = (
+        ("x", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("weight", ctypes.c_void_p),
+        ("states", ctypes.c_void_p),
+        ("runs", ctypes.c_void_p),
+        ("num_runs", ctypes.c_void_p),
+        ("channels", ctypes.c_int32),
+        ("width", ctypes.c_int32),
+    )
+
+
+class DeltaCall(ctypes.Structure):
+    """`struct delta_call` of recurrent.c."""
+
+    _fields_ = (
+        ("qkv", ctypes.c_void_p),
+        ("alpha", ctypes.c_void_p),
+        ("beta", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("a", ctypes.c_void_p),
+        ("states", ctypes.c_void_p),
+        ("runs", ctypes.c_void_p),
+        ("num_runs", ctypes.c_void_p),
+        ("eps", ctypes.c_float),
+        ("key_heads", ctypes.c_int32),
+        ("value_heads", ctypes.c_int32),
+        ("key_dim", ctypes.c_int32),
+        ("value_dim", ctypes.c_int32),
+        ("grouped", ctypes.c_int32),
+    )
+
+
 def _load_kernels() -> ctypes.CDLL:
     spec = find_spec("expertserve.ops.ggml._kernels")
     if spec is None or spec.origin is None:
@@ -155,6 +191,8 @@ for _structure, _kind in (
     (LinearCall, "linear"),
     (CombineCall, "combine"),
     (AttentionCall, "attention"),
+    (ConvCall, "conv"),
+    (DeltaCall, "delta"),
 ):
     _nbytes = getattr(_kernels, f"{_kind}_call_bytes", None)  # an older build lacks it
     if _nbytes is None or _nbytes() != ctypes.sizeof(_structure):
@@ -165,6 +203,9 @@ for _structure, _kind in (
 TILE_ROWS = 8
 MIN_COLUMNS = 8
 """Fewest activation rows for which the tiled kernel is used, as in kernels.c."""
+
+MAX_STATE_DIM: int = _kernels.max_state_dim()
+"""Widest head of a gated delta rule."""
 
 _COLUMN_FORMATS = {ggml.GGML_TYPE_Q8_K: 1, ggml.GGML_TYPE_Q8_0: 2, ggml.GGML_TYPE_Q8_1: 3}
 _MAX_TILES = 4
