@@ -27,8 +27,10 @@ class BatchBuilder:
         visible = [work.sequence.cells[: work.end] for work in works]
         new = [cells[work.start :] for cells, work in zip(visible, works, strict=True)]
         outputs: list[int] = []
+        runs: list[tuple[int, int, int, int]] = []
         row = 0
         for work in works:
+            runs.extend(work.sequence.state.runs(work.start, row))
             shift = row - work.start
             outputs.extend(range(work.first_output + shift, work.last_output + shift))
             row += work.end - work.start
@@ -43,4 +45,5 @@ class BatchBuilder:
             mask=attention_mask([(c, work.start) for c, work in zip(visible, works, strict=True)], n_kv, mask),
             outputs=np.array(outputs, np.int32),
             decode_rows=sum(work.decode for work in works),
+            runs=np.array(runs, np.int32).reshape(-1, 4),
         )

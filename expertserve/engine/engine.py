@@ -36,6 +36,7 @@ from expertserve.engine.scheduler import Scheduler, Work
 from expertserve.engine.sequence import Sequence
 from expertserve.errors import ConfigError, ExpertServeError, RequestError
 from expertserve.kv.cache import KVCells
+from expertserve.kv.states import StateSlots
 
 State = Literal["ready", "failed", "stopping"]
 COUNTERS = (
@@ -68,6 +69,8 @@ class Engine:
         kv_cells: KVCells | None = None,
     ) -> None:
         kv = KVCells(forward.kv_cells) if kv_cells is None else kv_cells
+        if 0 < forward.state_slots <= 2 * parallel:
+            raise ConfigError(f"{forward.state_slots} slots of recurrent state are too few for {parallel} sequences")
         most = min(forward.max_rows, forward.max_outputs)
         if not 0 < parallel <= most:
             raise ConfigError(f"parallel is {parallel}; it must be 1 to {most}, the rows of one step")
@@ -81,7 +84,12 @@ class Engine:
         self._eog = frozenset(tokenizer.eog_ids)
         self._vocab_size = forward.vocab_size
         self._scheduler = Scheduler(
-            kv, parallel=parallel, max_rows=forward.max_rows, chunk=chunk, max_outputs=forward.max_outputs
+            kv,
+            StateSlots(forward.state_slots),
+            parallel=parallel,
+            max_rows=forward.max_rows,
+            chunk=chunk,
+            max_outputs=forward.max_outputs,
         )
         self._builder = BatchBuilder(kv)
         self._sequences: dict[str, Sequence] = {}  # accepted and not ended; written under the lock
@@ -262,7 +270,7 @@ class Engine:
     def _deliver(self, work: Work, logits: NDArray[np.float32]) -> None:
         """Takes the logits of a sequence's rows: prompt log-probabilities, then the next token."""
         sequence = work.sequence
-        sequence.evaluated = work.end
+        self._scheduler.evaluated(work)
         self._count_prompt(work)
         if sequence.wants_prompt_logprobs:
             sequence.take_prompt_logprobs(logits, work.first_output)

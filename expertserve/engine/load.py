@@ -15,6 +15,7 @@ from expertserve import log
 from expertserve.config import Settings
 from expertserve.data import DEMO_NAME, model_path
 from expertserve.engine.engine import Engine
+from expertserve.engine.states import slots_for
 from expertserve.experts.final_line import flush_final_line
 from expertserve.experts.lane import ExpertLane
 from expertserve.experts.memory import available_memory
@@ -77,13 +78,14 @@ def load_model(settings: Settings, stats: ExpertStats) -> LoadedModel:
         if settings.ctx and settings.ctx > context:
             logger.warning(f"--ctx {settings.ctx} is more than the model was made for; using its {context}")
         cells = -(-context // KV_BUCKET) * KV_BUCKET
+        state_slots = slots_for(settings.parallel)
         lane = ExpertLane.open(
             file,
             model.towers,
             model.hp.top_k,
             _lane_settings(settings),
             stats,
-            available_bytes=left - kv_bytes(model, kv_type, cells),
+            available_bytes=left - kv_bytes(model, kv_type, cells) - state_slots * state_bytes(model),
         )
         opened.callback(lane.close)
         for warning in lane.warnings:
@@ -98,6 +100,7 @@ def load_model(settings: Settings, stats: ExpertStats) -> LoadedModel:
             kv_cells=cells,
             kv_type=kv_type,
             min_outputs=settings.parallel,
+            state_slots=state_slots,
         )
         forward.prepare()
         _warm_up(lane)
@@ -117,6 +120,11 @@ def _on_abort(message: str) -> None:
 def kv_bytes(model: Model, kv_type: KVType, cells: int) -> int:
     """Bytes of a KV cache of `cells` tokens."""
     return cells * sum(kv_type.row_bytes(kv.num_heads * (kv.k_dim + kv.v_dim)) for kv in model.kv_layouts())
+
+
+def state_bytes(model: Model) -> int:
+    """Bytes of one sequence's recurrent state."""
+    return sum(layout.nbytes for layout in model.recurrent_layouts())
 
 
 def _default_context(model: Model, kv_type: KVType, left: int) -> int:

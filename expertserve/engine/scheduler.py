@@ -11,9 +11,13 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+import numpy as np
+
 from expertserve.engine.prefix import PrefixCache
 from expertserve.engine.sequence import Sequence
+from expertserve.engine.states import StateKeeper
 from expertserve.kv.cache import KVCells
+from expertserve.kv.states import StateSlots
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,9 +39,12 @@ class Work:
 class Scheduler:
     """Continuous batching: all running decodes first, then prompt chunks in order of arrival."""
 
-    def __init__(self, kv: KVCells, *, parallel: int, max_rows: int, chunk: int, max_outputs: int) -> None:
+    def __init__(
+        self, kv: KVCells, states: StateSlots, *, parallel: int, max_rows: int, chunk: int, max_outputs: int
+    ) -> None:
         self.kv = kv
-        self.cache = PrefixCache(kv)
+        self.cache = PrefixCache(kv, states)
+        self.states = StateKeeper(states, self.cache.drop_state)
         self.queue: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of arrival
         self.preemptions = 0
@@ -77,6 +84,13 @@ class Scheduler:
         else:
             self.queue.remove(sequence)
 
+    def evaluated(self, work: Work) -> None:
+        """The rows of `work` are evaluated."""
+        sequence = work.sequence
+        before_last = work.start == sequence.prompt_length - 1 and not sequence.generated
+        self.states.commit(sequence.state, work.start if before_last and work.start else None)
+        sequence.evaluated = work.end
+
     def requeue(self, sequence: Sequence) -> None:
         """Puts a running sequence back to the head of the queue, to be evaluated again; nothing is kept of it."""
         self.running.remove(sequence)
@@ -98,6 +112,9 @@ class Scheduler:
             expected[sequence.cells] += 1
         assert bool((expected == self.kv.refs).all()), "reference counts differ from the holders"
         assert not any(sequence.num_cells for sequence in self.queue), "a queued sequence owns cells"
+        slots = [*self.cache.held_states(), *(slot for sequence in self.running for slot in sequence.state.held())]
+        counts = np.bincount(np.array(slots, np.int64), minlength=self.states.slots.capacity)
+        assert bool((counts == self.states.slots.refs).all()), "state slots differ from their holders"
 
     def _chunk_rows(self, sequence: Sequence) -> int:
         count = min(sequence.pending, self._rows_left)
@@ -112,6 +129,7 @@ class Scheduler:
             return
         echo = sequence.wants_prompt_logprobs
         start, end = sequence.num_cells - count, sequence.num_cells
+        self.states.plan(sequence.state, sequence.state_ends(start, end), (other.state for other in self.running))
         work = Work(sequence, start, end, *sequence.outputs(start, end), decode)
         self._plan.append(work)
         if not decode:
@@ -146,8 +164,11 @@ class Scheduler:
     def _give_up_cells(self, sequence: Sequence, *, keep: bool) -> None:
         cells = sequence.cells
         kept = sequence.evaluated if keep else 0
+        states = self.states.give_up(sequence.state, sequence.evaluated)
+        if not keep:
+            self.states.release(states)
         self.cache.give_back(cells[kept:])
-        self.cache.add(sequence.tokens[:kept], cells[:kept])
+        self.cache.add(sequence.tokens[:kept], cells[:kept], states)
         sequence.forget_cells()
 
     def _admit(self, sequence: Sequence) -> bool:
@@ -155,15 +176,16 @@ class Scheduler:
         if sequence.wants_prompt_logprobs and self._echo_rows_left <= 0:
             return False
         running = ((other.tokens, other.cells) for other in self.running)
-        cells = self.cache.take(sequence.tokens, sequence.reusable, running)
+        cells, state = self.cache.take(sequence.tokens, sequence.reusable, running)
         if self.running:
             growth = sum(other.pending + 1 for other in self.running)
             needed = sequence.num_tokens - len(cells) + 1 + growth
             if needed > self.kv.free + self.cache.evictable:
                 self.cache.give_back(cells)
+                self.states.slots.release(state)
                 return False
         self.queue.popleft()
         self.running.append(sequence)
-        sequence.adopt(cells)
+        sequence.adopt(cells, state)
         self._schedule(sequence, self._chunk_rows(sequence), decode=False)
         return True

@@ -16,6 +16,7 @@ from expertserve.engine.logprobs import token_logprobs
 from expertserve.engine.ports import TextSource
 from expertserve.engine.request import Request, Timings, TokenLogprob, Usage
 from expertserve.engine.sampler import Sampler
+from expertserve.engine.states import SequenceState
 from expertserve.engine.stop import StopFilter
 from expertserve.kv.cache import Cells
 
@@ -35,6 +36,7 @@ class Sequence:
         self._cells = np.empty(len(self._tokens), np.int64)
         self.num_cells = 0
         self.evaluated = 0
+        self.state = SequenceState()
         self.cached_tokens: int | None = None  # None until the first row is scheduled
         self.prompt_logprobs: list[TokenLogprob | None] | None = None if params.prompt_logprobs is None else [None]
         self.sampler = Sampler(params)
@@ -82,9 +84,10 @@ class Sequence:
             return len(self.prompt_logprobs) - 1
         return self.num_tokens - 1
 
-    def adopt(self, cells: Cells) -> None:
-        """Starts from cells that already hold the first tokens."""
+    def adopt(self, cells: Cells, state: int) -> None:
+        """Starts from cells that already hold the first tokens, and the slot of the recurrent state after them."""
         assert not self.num_cells
+        self.state.current = state
         self._cells[: len(cells)] = cells
         self.num_cells = self.evaluated = len(cells)
         if self.cached_tokens is None:
@@ -99,6 +102,12 @@ class Sequence:
     def forget_cells(self) -> None:
         """Everything has to be evaluated again; the caller has passed the references on."""
         self.num_cells = self.evaluated = 0
+
+    def state_ends(self, start: int, end: int) -> list[int]:
+        """At which lengths the evaluation of the tokens [start, end) leaves a recurrent state: also before the last one
+        of the prompt, for a later request that starts there."""
+        before_last = self.prompt_length - 1
+        return [before_last, end] if start < before_last < end and not self.generated else [end]
 
     def outputs(self, start: int, end: int) -> tuple[int, int]:
         """Which of the token indices [start, end), about to be evaluated, must return logits: a contiguous range."""

@@ -94,6 +94,8 @@ def plan_slots(
     share, asked = _share(budget, total, all_bytes, available_bytes)
     least = least_slots(classes, top_k)
     slots = _divide(classes, share, least, all_bytes)
+    if slots is None and budget.kind == "slots" and budget.amount >= sum(least):
+        slots = least  # by their share of the bytes they would be too few: the classes' slots differ in size
     if slots is None:
         need = sum(n * c.layout.slot_bytes for n, c in zip(least, classes, strict=True))
         raise CapacityError(

@@ -32,12 +32,14 @@ class _Segment:
     Attributes:
         layer: the layer whose experts follow it; None for the head.
         guess: it also guesses the next layer's experts.
+        outputs: it is of use only where logits are asked for.
     """
 
     name: str
     build: Callable[[Graph], None]
     layer: int | None
-    guess: bool
+    guess: bool = False
+    outputs: bool = False
 
 
 class Forward:
@@ -82,6 +84,9 @@ class Forward:
         self._segments = self._make_segments()
         last = model.hp.num_layers - 1
         self._guessing = [self._segment(i, guess=i < last) for i in range(len(self._segments))]
+        self._drafting = self._draft_segments()
+        for chain in (self._segments, self._guessing):
+            chain.extend(self._drafting[-1:])
 
     def _allocate_buffers(self) -> None:
         hp, rows = self.model.hp, self.max_rows
@@ -101,6 +106,9 @@ class Forward:
             "expert_out": ((rows * hp.top_k, hp.hidden), np.float32),
             "logits": ((self.max_outputs, self.vocab_size), np.float32),
         }
+        if self.model.draft_layer is not None:
+            buffers["hidden"] = ((rows, hp.hidden), np.float32)
+            buffers["draft_hidden"] = ((rows, hp.hidden), np.float32)
         if self.model.has_shared_expert:
             buffers["shared"] = ((rows, hp.hidden), np.float32)
         for name, (shape, dtype) in buffers.items():
@@ -135,21 +143,38 @@ class Forward:
             partial(self._build_segment, index=index, guess=guess),
             index if index < last else None,
             guess,
+            outputs=index == last and self.model.draft_layer is None,
         )
+
+    def _draft_segments(self) -> list[_Segment]:
+        """The draft layer's own chain; its last segment is the trunk's too."""
+        model, layer = self.model, self.model.draft_layer
+        if layer is None:
+            return []
+        return [
+            _Segment("draft.layer", lambda g: model.front(g, layer, model.draft_input(g)), layer),
+            _Segment("draft.hidden", lambda g: g.store("hidden", model.draft_norm(g, model.join(g))), None),
+            _Segment("logits", self._build_logits, None, outputs=True),
+        ]
+
+    def _build_logits(self, g: Graph) -> None:
+        g.store("logits", g.linear(g.select_outputs(g.load("hidden")), self.model.head_weight))
 
     def _build_segment(self, g: Graph, index: int, guess: bool) -> None:
         x = self.model.embed(g) if index == 0 else self.model.join(g)
         if index < self.model.hp.num_layers:
             self.model.front(g, index, x, guess=guess)
-        else:
+        elif self.model.draft_layer is None:
             g.store("logits", self.model.head(g, x))
+        else:
+            g.store("hidden", self.model.final_norm(g, x))
 
     def prepare(self) -> None:
         """Compiles every segment for the widest batch and for one token: a model that cannot run says so here."""
         cells = self.kv_cells
         for rows, n_kv in ((self.max_rows, cells), (1, min(cells, 256))):
             self._backend.begin_batch(rows, np.zeros((rows, n_kv), np.float16), 1)
-            for segment in self._segments:
+            for segment in (*self._segments, *self._drafting):
                 self._backend.compile(segment.name, segment.build)
 
     def __call__(self, batch: Batch) -> NDArray[np.float32]:
@@ -161,9 +186,28 @@ class Forward:
         Raises:
             ExpertReadError: an expert could not be read; the KV cells of the batch hold nothing useful.
         """
+        return self._run(batch, draft=False)
+
+    @property
+    def hidden(self) -> NDArray[np.float32]:
+        """What the last step left for a draft to start from: [rows, hidden], valid until the next call."""
+        found: NDArray[np.float32] = self._backend.host("hidden")
+        return found
+
+    def draft(self, batch: Batch, hidden: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Runs the draft layer as one step: logits of the token after next.
+
+        Args:
+            batch: each row's token, at its own position; K and V of the draft layer go to the batch's cells.
+            hidden: what `hidden` held for the token before, [rows, hidden].
+        """
+        self._backend.host("draft_hidden")[: len(hidden)] = hidden
+        return self._run(batch, draft=True)
+
+    def _run(self, batch: Batch, *, draft: bool) -> NDArray[np.float32]:
         rows, n = batch.tokens.size, batch.outputs.size
         backend, lane = self._backend, self._lane
-        with lane.step(decode_rows=batch.decode_rows, prefill_rows=rows - batch.decode_rows):
+        with lane.step(decode_rows=batch.decode_rows, prefill_rows=rows - batch.decode_rows, draft=draft):
             backend.host("tokens")[:rows] = batch.tokens
             backend.host("positions")[:rows] = batch.positions
             backend.host("cells")[:rows] = batch.cells
@@ -171,21 +215,28 @@ class Forward:
             backend.host("runs")[: len(batch.runs)] = batch.runs
             backend.host("num_runs")[0] = len(batch.runs)
             backend.begin_batch(rows, batch.mask, n)
-            router, weights = backend.host("router")[:rows], backend.host("expert_weights")[:rows]
-            guess = backend.host("guess")[:rows]
-            for segment in self._guessing if lane.wants_guesses else self._segments:
-                if segment.layer is None and n == 0:
+            if draft:
+                segments = self._drafting
+            else:
+                segments = self._guessing if lane.wants_guesses else self._segments
+            for segment in segments:
+                if segment.outputs and n == 0:
                     break
                 backend.compile(segment.name, segment.build).run()
                 if segment.layer is not None:
-                    ids, weights[:] = route(router, self.model.router)
-                    kernel = self._kernels[segment.layer]
-                    kernel.begin(rows)
-                    if segment.guess:
-                        lane.look_ahead(segment.layer + 1, route(guess, self.model.router)[0])
-                    lane.run_layer(segment.layer, ids, kernel)
+                    self._run_experts(segment, rows)
         logits: NDArray[np.float32] = backend.host("logits")[:n]
         return logits
+
+    def _run_experts(self, segment: _Segment, rows: int) -> None:
+        layer, backend, lane = segment.layer, self._backend, self._lane
+        assert layer is not None
+        ids, backend.host("expert_weights")[:rows] = route(backend.host("router")[:rows], self.model.router)
+        kernel = self._kernels[layer]
+        kernel.begin(rows)
+        if segment.guess:
+            lane.look_ahead(layer + 1, route(backend.host("guess")[:rows], self.model.router)[0])
+        lane.run_layer(layer, ids, kernel)
 
     def close(self) -> None:
         """Frees the device's memory and closes the lane; idempotent."""

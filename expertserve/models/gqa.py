@@ -30,8 +30,8 @@ class GqaModel(Model):
     rope_style: ClassVar[RopeStyle] = RopeStyle.NEOX
     qk_norm: ClassVar[QKNorm] = QKNorm.NONE
 
-    def __init__(self, file: GGUFFile, towers: Mapping[int, ExpertTower]) -> None:
-        super().__init__(file, towers)
+    def __init__(self, file: GGUFFile, towers: Mapping[int, ExpertTower], *, draft: bool = False) -> None:
+        super().__init__(file, towers, draft=draft)
         self.rope = read_rope(file, self.rope_style, self.hp.k_dim)
         self.attention_scale = read_float(file, "attention.scale", 0.0) or self.hp.k_dim**-0.5
 

@@ -23,12 +23,10 @@ class HParams:
     """Sizes that all families share; see the GGUF specification for the keys.
 
     Attributes:
-        num_layers: layers of the trunk.
-        num_blocks: layers in the file; those after the trunk predict tokens further ahead.
+        num_layers: layers of the trunk; those after it in the file predict tokens further ahead.
     """
 
     num_layers: int
-    num_blocks: int
     hidden: int
     num_heads: int
     num_kv_heads: int
@@ -68,7 +66,6 @@ def read_hparams(file: GGUFFile) -> HParams:
         raise GGUFError(f"{file.paths[0].name}: nextn_predict_layers is {ahead} of {blocks} layers")
     return HParams(
         num_layers=blocks - ahead,
-        num_blocks=blocks,
         hidden=hidden,
         num_heads=heads,
         num_kv_heads=read_count(file, "attention.head_count_kv", heads),

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from expertserve.errors import GGUFError
-from expertserve.gguf.file import GGUFFile, TensorInfo
+from expertserve.gguf.file import GGUFFile
 from expertserve.gguf.spans import ExpertTower
 from expertserve.models.gqa import GqaModel, QKNorm
 from expertserve.models.hparams import read_count
@@ -20,7 +20,8 @@ from expertserve.ops.base import Activation, Graph, KVLayout, RecurrentLayout, T
 class HybridModel(GqaModel):
     """Recurrent layers beside full attention, both followed by routed experts and a gated shared expert.
 
-    The file's layers after the trunk predict tokens further ahead; the trunk does without them.
+    The layer after the trunk, where the file has one, is one of full attention that predicts one token further ahead
+    from the trunk's final hidden state and the next token.
     """
 
     qk_norm = QKNorm.HEAD
@@ -28,14 +29,22 @@ class HybridModel(GqaModel):
     ffn_norm = "post_attention_norm"
     grouped_heads: ClassVar[bool]
 
-    def __init__(self, file: GGUFFile, towers: Mapping[int, ExpertTower]) -> None:
-        super().__init__(file, towers)
+    def __init__(self, file: GGUFFile, towers: Mapping[int, ExpertTower], *, draft: bool = False) -> None:
+        super().__init__(file, towers, draft=draft)
         self.delta = self._read_layouts()
 
-    def dense_weights(self) -> Sequence[TensorInfo]:
-        """The trunk's."""
-        ahead = tuple(f"blk.{layer}." for layer in range(self.hp.num_layers, self.hp.num_blocks))
-        return [info for info in super().dense_weights() if not info.name.startswith(ahead)]
+    @property
+    def drafts(self) -> bool:
+        return self.has(f"blk.{self.hp.num_layers}.nextn.eh_proj.weight")
+
+    def draft_input(self, g: Graph) -> Tensor:
+        p = f"blk.{self.draft_layer}.nextn."
+        token = g.rms_norm(self.embed(g), p + "enorm.weight", self.hp.eps)
+        hidden = g.rms_norm(g.load("draft_hidden"), p + "hnorm.weight", self.hp.eps)
+        return g.linear(g.concat(token, hidden), p + "eh_proj.weight")
+
+    def draft_norm(self, g: Graph, x: Tensor) -> Tensor:
+        return g.rms_norm(x, f"blk.{self.draft_layer}.nextn.shared_head_norm.weight", self.hp.eps)
 
     def kv_layouts(self) -> Sequence[KVLayout]:
         return [kv for kv in super().kv_layouts() if kv.layer not in self.delta]

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
+from expertserve.errors import UnsupportedModelError
 from expertserve.experts.router import RouterRule
 from expertserve.gguf.file import GGUFFile, TensorInfo
 from expertserve.gguf.spans import ExpertTower
@@ -25,10 +26,16 @@ class Model(ABC):
     activation: ClassVar[Activation] = Activation.SILU
     ffn_norm: ClassVar[str] = "ffn_norm"
 
-    def __init__(self, file: GGUFFile, towers: Mapping[int, ExpertTower]) -> None:
+    def __init__(self, file: GGUFFile, towers: Mapping[int, ExpertTower], *, draft: bool = False) -> None:
+        """With `draft` the layer after the trunk is part of it, which predicts one token further ahead.
+
+        Raises:
+            UnsupportedModelError: there is no such layer in the file, or not for this family.
+        """
         self.file = file
         self.hp: HParams = read_hparams(file)
-        self.towers = {layer: tower for layer, tower in towers.items() if layer < self.hp.num_layers}
+        self.draft_layer = self._find_draft_layer() if draft else None
+        self.towers = {layer: towers[layer] for layer in sorted(towers) if self._takes_part(layer)}
         self._routed = {part.name for tower in towers.values() for part in tower.slices}
         self.router: RouterRule = read_router_rule(file, self.hp.top_k, normalise=self.normalise_router)
 
@@ -47,19 +54,39 @@ class Model(ABC):
         """Whether every token also passes through an always-resident expert."""
         return False
 
+    @property
+    def drafts(self) -> bool:
+        """Whether the family can use a layer that predicts further ahead, and the file has one."""
+        return False
+
+    def _find_draft_layer(self) -> int:
+        if not self.drafts:
+            raise UnsupportedModelError(
+                f"{self.file.paths[0].name}: no layer that predicts further ahead (MTP); use --draft off"
+            )
+        return self.hp.num_layers
+
+    def _takes_part(self, layer: int) -> bool:
+        return layer < self.hp.num_layers or layer == self.draft_layer
+
     def has(self, name: str) -> bool:
         """Whether the file has a tensor of this name."""
         return name in self.file.tensors
 
     def dense_weights(self) -> Sequence[TensorInfo]:
         """Everything but the towers, in file order."""
-        dense = (info for info in self.file.tensors.values() if info.name not in self._routed)
+        dense = (
+            info
+            for info in self.file.tensors.values()
+            if info.name not in self._routed and self._takes_part(_layer_of(info.name))
+        )
         return sorted(dense, key=lambda info: (info.file_index, info.offset))
 
     def kv_layouts(self) -> Sequence[KVLayout]:
         """The KV cache's part of each layer that attends."""
         hp = self.hp
-        return [KVLayout(layer, hp.num_kv_heads, hp.k_dim, hp.v_dim) for layer in range(hp.num_layers)]
+        layers = [*range(hp.num_layers), *([] if self.draft_layer is None else [self.draft_layer])]
+        return [KVLayout(layer, hp.num_kv_heads, hp.k_dim, hp.v_dim) for layer in layers]
 
     def recurrent_layouts(self) -> Sequence[RecurrentLayout]:
         """The recurrent state's part of each layer that has one."""
@@ -113,6 +140,14 @@ class Model(ABC):
         gate = g.sigmoid(g.linear(x, p + "gate_inp_shexp.weight"))
         return g.mul(g.linear(h, p + "down_shexp.weight"), gate)
 
+    def draft_input(self, g: Graph) -> Tensor:
+        """The draft layer's residual stream, from the tokens and the buffer `draft_hidden`."""
+        raise AssertionError(f"{type(self).__name__} does not draft")
+
+    def draft_norm(self, g: Graph, x: Tensor) -> Tensor:
+        """The draft layer's final norm: what the output matrix gets, and what the next draft starts from."""
+        raise AssertionError(f"{type(self).__name__} does not draft")
+
     def join(self, g: Graph) -> Tensor:
         """The residual stream after a layer's experts: their weighted sum, the shared expert, the residual."""
         out = g.combine_experts(self.hp.hidden, self.hp.top_k)
@@ -122,4 +157,14 @@ class Model(ABC):
 
     def head(self, g: Graph, x: Tensor) -> Tensor:
         """Logits [outputs, vocab] of the rows the batch asks for."""
-        return g.linear(g.rms_norm(g.select_outputs(x), "output_norm.weight", self.hp.eps), self.head_weight)
+        return g.linear(self.final_norm(g, g.select_outputs(x)), self.head_weight)
+
+    def final_norm(self, g: Graph, x: Tensor) -> Tensor:
+        """What the output matrix gets for the residual stream x."""
+        return g.rms_norm(x, "output_norm.weight", self.hp.eps)
+
+
+def _layer_of(name: str) -> int:
+    """The layer a tensor belongs to; -1 for those of the whole model."""
+    parts = name.split(".")
+    return int(parts[1]) if parts[0] == "blk" and parts[1].isdecimal() else -1

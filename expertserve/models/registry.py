@@ -40,11 +40,11 @@ def architectures() -> dict[str, type[Model]]:
     return dict(sorted(_REGISTRY.items()))
 
 
-def load_model(file: GGUFFile) -> Model:
-    """The model described by `file`; reads no weight.
+def load_model(file: GGUFFile, *, draft: bool = False) -> Model:
+    """The model described by `file`, with its draft layer or without; reads no weight.
 
     Raises:
-        UnsupportedModelError: the architecture is not served, or the file has no routed experts.
+        UnsupportedModelError: the architecture is not served, the file has no routed experts, or it has no draft layer.
     """
     known = architectures()
     if file.architecture not in known:
@@ -57,4 +57,4 @@ def load_model(file: GGUFFile) -> Model:
             f"{file.paths[0].name}: a {file.architecture} model without routed experts; "
             "only Mixture-of-Experts models are served, run dense models with llama.cpp"
         )
-    return known[file.architecture](file, towers)
+    return known[file.architecture](file, towers, draft=draft)

@@ -197,6 +197,10 @@ class Graph(ABC):
         """Elements [start, stop) of the last axis."""
 
     @abstractmethod
+    def concat(self, a: Tensor, b: Tensor) -> Tensor:
+        """a [rows, n] and b [rows, m] side by side: [rows, n + m]."""
+
+    @abstractmethod
     def rope(self, x: Tensor, rope: Rope) -> Tensor:
         """x [rows, heads, dim] rotated by the batch's positions."""
 

@@ -146,6 +146,9 @@ class NumpyGraph(base.Graph):
     def part(self, x: Tensor, start: int, stop: int) -> Tensor:
         return NumpyTensor(_a(x)[..., start:stop])
 
+    def concat(self, a: Tensor, b: Tensor) -> Tensor:
+        return NumpyTensor(np.concatenate([_a(a), _a(b)], axis=-1))
+
     def rope(self, x: Tensor, rope: Rope) -> Tensor:
         factors = None if rope.freq_factors is None else self._b.weight(rope.freq_factors)
         angle, magnitude = rope_angles(rope, self._rows("positions"), factors)

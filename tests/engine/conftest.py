@@ -34,10 +34,11 @@ def make_rig() -> MakeRig:
         cells: int = 2048,
         max_rows: int = 64,
         max_outputs: int | None = None,
+        state_slots: int = 0,
     ) -> Rig:
-        forward = HashForward(max_rows=max_rows, kv_cells=cells, max_outputs=max_outputs)
+        forward = HashForward(max_rows=max_rows, kv_cells=cells, max_outputs=max_outputs, state_slots=state_slots)
         tokenizer = PieceTokenizer()
         engine = Engine(forward, tokenizer, parallel=parallel, context=context, chunk=chunk, kv_cells=KVCells(cells))
-        return Rig(engine, forward, Oracle(tokenizer, engine.context))
+        return Rig(engine, forward, Oracle(tokenizer, engine.context, recurrent=state_slots > 0))
 
     return make

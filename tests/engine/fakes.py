@@ -2,8 +2,9 @@
 
 `HashForward` has the structure of a two-layer transformer: layer 0 keeps the token and position of each cell, layer 1
 keeps a hash of everything the writing row saw in layer 0, and the logits are a hash of everything the row sees in
-layer 1. A wrong mask, cell, position, stale cell or leak between sequences therefore changes the logits. `Oracle`
-computes the same function from a list of tokens alone, without cells, masks or batches.
+layer 1; a recurrent one adds a running hash of the sequence, kept in its state slot. A wrong mask, cell, position,
+stale cell or leak between sequences therefore changes the logits. `Oracle` computes the same function from a list of
+tokens alone, without cells, masks, slots or batches.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ class HashForward:
         kv_cells: int = 2048,
         context_length: int = 4096,
         max_outputs: int | None = None,
+        state_slots: int = 0,
     ) -> None:
+        self.state_slots, self._states = state_slots, np.zeros(state_slots, np.uint64)
         self.vocab_size, self.context_length = vocab_size, context_length
         self.max_rows, self.kv_cells = max_rows, kv_cells
         self.max_outputs = max_rows if max_outputs is None else max_outputs
@@ -79,8 +82,25 @@ class HashForward:
                 self.fault(batch)  # in the middle: this layer's K and V of the batch are not written
             memory[batch.cells] = state
             state = mix(visible @ memory[:n_kv])
+        if self.state_slots:
+            state = state + self._run_states(batch)
         self._logits = logits_of(state[batch.outputs], self.vocab_size)
         return self._logits
+
+    def _run_states(self, batch: Batch) -> U64:
+        """The running hash after each row."""
+        out, inputs = np.zeros(len(batch.tokens), np.uint64), embed(batch.tokens, batch.positions)
+        assert [row for _, _, start, end in batch.runs for row in range(start, end)] == [*range(len(out))]
+        targets = [int(target) for _, target, _, _ in batch.runs]
+        assert len({*targets}) == len(targets)
+        for i, (source, target, start, end) in enumerate(batch.runs):
+            assert source not in targets[i:], "a state is written that is still needed"
+            state = np.zeros(1, np.uint64) if source < 0 else self._states[source : source + 1].copy()
+            for row in range(start, end):
+                state = mix(state + inputs[row])
+                out[row] = state[0]
+            self._states[target] = state[0]
+        return out
 
     def _check(self, batch: Batch) -> None:
         rows = len(batch.tokens)
@@ -108,14 +128,23 @@ class Expected:
 class Oracle:
     """The same model as a pure function of a token list, with the plain loop around it."""
 
-    def __init__(self, tokenizer: PieceTokenizer, context: int, vocab_size: int = 97) -> None:
+    def __init__(
+        self, tokenizer: PieceTokenizer, context: int, vocab_size: int = 97, *, recurrent: bool = False
+    ) -> None:
         self.tokenizer, self.context, self.vocab_size = tokenizer, context, vocab_size
+        self.recurrent = recurrent
 
     def logits(self, tokens: Sequence[int]) -> NDArray[np.float32]:
         """Logits after every token, [len(tokens), vocab]."""
         first = embed(np.array(tokens, np.int32), np.arange(len(tokens), dtype=np.int32))
         second = mix(np.cumsum(first, dtype=np.uint64))
-        return logits_of(mix(np.cumsum(second, dtype=np.uint64)), self.vocab_size)
+        third = mix(np.cumsum(second, dtype=np.uint64))
+        if self.recurrent:
+            state = np.zeros(1, np.uint64)
+            for row in range(len(tokens)):
+                state = mix(state + first[row])
+                third[row : row + 1] += state
+        return logits_of(third, self.vocab_size)
 
     def expect(self, prompt: Sequence[int], params: SamplingParams) -> Expected:
         tokens, new, sampler, stream, text = list(prompt), list[int](), Sampler(params), self.tokenizer.stream(), ""

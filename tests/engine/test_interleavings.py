@@ -105,6 +105,31 @@ def test_200_requests_at_random_each_get_what_the_plain_loop_gives(
     assert_nothing_leaks(rig.engine)
 
 
+# states: two a sequence and four more, or hardly any more
+@pytest.mark.parametrize(
+    ("seed", "cells", "parallel", "chunk", "states"), [(4, 1792, 8, 48, 20), (5, 512, 8, 7, 17), (6, 256, 4, 64, 12)]
+)
+def test_200_requests_at_random_of_a_recurrent_model_never_see_a_state_that_is_not_theirs(
+    make_rig: MakeRig, seed: int, cells: int, parallel: int, chunk: int, states: int
+) -> None:
+    rng = random.Random(seed)
+    rig = make_rig(
+        cells=cells, context=224, parallel=parallel, chunk=chunk, max_outputs=parallel + 6, state_slots=states
+    )
+
+    def fault(batch: Batch) -> None:
+        if POISON in batch.tokens:
+            raise ExpertReadError("an expert could not be read")
+
+    rig.forward.fault = fault
+    clients, cancelled = random_traffic(rig, rng, 200)
+    assert_all_got_theirs(rig, clients, cancelled)
+    counts = rig.engine.snapshot()
+    assert counts["cancelled"] > 0 and counts["errors"] > 0 and counts["cached_tokens"] > 0, "the traffic was too tame"
+    assert all(client.ended for client in clients)
+    assert_nothing_leaks(rig.engine)
+
+
 def test_eight_streams_equal_themselves_alone(make_rig: MakeRig) -> None:
     alone: list[list[int]] = []
     prompts = [ROOTS[i % 3][: 20 + 5 * i] for i in range(8)]

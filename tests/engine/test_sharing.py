@@ -8,6 +8,7 @@ import pytest
 from expertserve.engine.prefix import PrefixCache, common_prefix
 from expertserve.engine.request import SamplingParams
 from expertserve.kv.cache import KVCells
+from expertserve.kv.states import NO_STATE, StateSlots
 from tests.engine.conftest import MakeRig, Rig
 from tests.engine.fakes import Client, assert_got, assert_nothing_leaks, run_to_end
 from tests.engine.test_batching import prompt
@@ -46,6 +47,52 @@ def test_an_equal_prompt_evaluates_one_token(make_rig: MakeRig) -> None:
     rig = make_rig()
     run_one(rig, "a", prompt(1, 60))
     assert cached(run_one(rig, "b", prompt(1, 60))) == 59
+
+
+def test_a_recurrent_model_starts_from_the_states_it_kept(make_rig: MakeRig) -> None:
+    rig = make_rig(context=512, state_slots=20)
+    conversation = prompt(1, 100)
+    first = run_one(rig, "turn", conversation, 10)
+    assert cached(run_one(rig, "again", conversation, 10)) == 99
+    assert cached(run_one(rig, "next turn", conversation + first.tokens + prompt(2, 20), 10)) == 109
+    assert cached(run_one(rig, "another answer", conversation + prompt(3, 20), 10)) == 99
+    assert cached(run_one(rig, "a shorter one", conversation[:60], 10)) == 0
+    assert cached(run_one(rig, "of one token", [7], 3)) == 0
+    assert_nothing_leaks(rig.engine)
+
+
+def test_states_are_given_up_before_a_running_sequence_goes_without(make_rig: MakeRig) -> None:
+    rig = make_rig(parallel=4, state_slots=9)
+    for i in range(12):
+        run_one(rig, str(i), prompt(i, 30))
+    assert cached(run_one(rig, "recent", prompt(11, 30))) == 29
+    assert cached(run_one(rig, "old", prompt(0, 30))) == 0
+    clients = [Client(f"c{i}", prompt(20 + i, 40), greedy(30)) for i in range(4)]
+    for client in clients:
+        rig.engine.submit(client.request)
+    run_to_end(rig.engine)
+    for client in clients:
+        assert_got(client, rig.oracle.expect(client.request.prompt, client.request.params))
+    assert_nothing_leaks(rig.engine)
+
+
+def test_a_prefix_is_cut_to_a_state_and_goes_with_its_last_one() -> None:
+    kv, states = KVCells(256), StateSlots(4)
+    cache = PrefixCache(kv, states)
+    tokens = np.arange(100, dtype=np.int32)
+    slots = {at: states.allocate() for at in (40, 100)}
+    cache.add(tokens, kv.allocate(100), dict(slots))
+    cells, state = cache.take(tokens, 99, ())
+    assert (len(cells), state) == (40, slots[40]) and states.refs[state] == 2
+    cache.give_back(cells)
+    states.release(state)
+    cache.reclaim(157)
+    assert kv.free == 157 and states.free == 3
+    cells, state = cache.take(tokens[:30], 30, ())
+    assert (len(cells), state) == (0, NO_STATE)
+    assert cache.drop_state() and not cache.drop_state()
+    cache.check_integrity()
+    assert kv.free == 256 and states.free == 4
 
 
 def test_children_of_one_prompt_share_it_from_the_first_step(make_rig: MakeRig) -> None:
@@ -195,10 +242,10 @@ def test_the_attention_length_follows_the_batch_and_not_the_cache(make_rig: Make
 
 def test_a_prefix_that_another_covers_is_not_kept_twice() -> None:
     kv = KVCells(256)
-    cache = PrefixCache(kv)
+    cache = PrefixCache(kv, StateSlots(0))
     tokens = np.arange(30, dtype=np.int32)
     for length in (10, 30, 20, 30):
-        cache.add(tokens[:length], kv.allocate(length))
+        cache.add(tokens[:length], kv.allocate(length), {})
         cache.check_integrity()
     assert (cache.tokens, 256 - kv.free, cache.evictable) == (30, 30, 30)
     cache.clear()
@@ -207,37 +254,37 @@ def test_a_prefix_that_another_covers_is_not_kept_twice() -> None:
 
 def test_a_prefix_in_use_outlives_one_that_is_not() -> None:
     kv = KVCells(256)
-    cache = PrefixCache(kv)
+    cache = PrefixCache(kv, StateSlots(0))
     used, unused = np.arange(100, dtype=np.int32), np.arange(100, 200, dtype=np.int32)
     for tokens in (used, unused):
-        cache.add(tokens, kv.allocate(100))
-    cache.give_back(cache.take(used, 50, ()))
+        cache.add(tokens, kv.allocate(100), {})
+    cache.give_back(cache.take(used, 50, ())[0])
     cache.reclaim(156)
-    assert len(cache.take(used, 100, ())) == 100
-    assert len(cache.take(unused, 100, ())) == 0
+    assert len(cache.take(used, 100, ())[0]) == 100
+    assert len(cache.take(unused, 100, ())[0]) == 0
 
 
 def test_a_running_prompt_lends_no_more_than_it_has_cells_for() -> None:
     kv = KVCells(256)
-    cache = PrefixCache(kv)
+    cache = PrefixCache(kv, StateSlots(0))
     tokens = np.arange(100, dtype=np.int32)
     kept = kv.allocate(50)
-    cache.add(tokens[:50], kept)
+    cache.add(tokens[:50], kept, {})
     begun = kv.allocate(10)
-    assert cache.take(tokens, 99, [(tokens, begun)]).tolist() == kept.tolist()
+    assert cache.take(tokens, 99, [(tokens, begun)])[0].tolist() == kept.tolist()
 
 
 def test_reclaiming_frees_shared_ends_only_when_every_holder_is_gone() -> None:
     kv = KVCells(256)
-    cache = PrefixCache(kv)
+    cache = PrefixCache(kv, StateSlots(0))
     base = kv.allocate(100)
-    cache.add(np.arange(100, dtype=np.int32), base)
+    cache.add(np.arange(100, dtype=np.int32), base, {})
     other = np.concatenate((np.arange(80), [1, 2])).astype(np.int32)
-    taken = cache.take(other, 81, ())
+    taken, _ = cache.take(other, 81, ())
     assert taken.tolist() == base[:80].tolist()
-    cache.add(other, np.concatenate((taken, kv.allocate(2))))
+    cache.add(other, np.concatenate((taken, kv.allocate(2))), {})
     assert cache.evictable == 102
-    running = cache.take(other, 50, ())
+    running, _ = cache.take(other, 50, ())
     assert cache.evictable == 52
     cache.reclaim(256)
     cache.check_integrity()

@@ -44,7 +44,10 @@ def test_a_plan_keeps_its_budget_and_its_floor(kind: str, amount: float, top_k: 
         return
     for slots, least, group in zip(plan.slots, least_slots(groups, top_k), groups, strict=True):
         assert least <= slots <= group.num_experts
-    assert plan.arena_bytes <= budget.amount / scale * all_bytes * (1 + 1e-9)
+    if kind == "slots" and plan.slots == least_slots(groups, top_k):
+        assert plan.total_slots <= budget.amount
+    else:
+        assert plan.arena_bytes <= budget.amount / scale * all_bytes * (1 + 1e-9)
     if kind == "bytes":
         assert plan.arena_bytes <= budget.amount
 
@@ -55,6 +58,14 @@ def test_a_whole_number_of_slots_gives_exactly_that_many_where_layers_are_alike(
         plan = plan_slots(size_classes(world.towers, 512), ExpertBudget("slots", slots), 2)
         assert plan.total_slots == min(48, slots)
     assert plan.all_resident
+
+
+def test_the_fewest_slots_are_enough_where_layers_differ() -> None:
+    groups = classes()
+    fewest = sum(least_slots(groups, 2))
+    assert plan_slots(groups, ExpertBudget("slots", fewest), 2).slots == least_slots(groups, 2)
+    with pytest.raises(CapacityError, match=f"needs {fewest} slots"):
+        plan_slots(groups, ExpertBudget("slots", fewest - 1), 2)
 
 
 @pytest.mark.parametrize("kind", ["bytes", "slots"])

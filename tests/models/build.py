@@ -34,10 +34,11 @@ def open_forward(
     max_rows: int = 64,
     cells: int = 512,
     stats: ExpertStats | None = None,
+    draft: bool = False,
 ) -> Iterator[Forward]:
     """A loaded model; `budget` is what `--expert-cache` takes."""
     file = GGUFFile.open(path)
-    model = load_model(file)
+    model = load_model(file, draft=draft)
     backend = make_backend(device, threads=2, flash_attention=flash)
     backend.check(model.dense_weights(), model.towers.values())
     settings = LaneSettings(budget=parse_budget(budget), reader=reader, lookahead=lookahead)
@@ -61,17 +62,19 @@ def open_forward(
         forward.close()
 
 
-def make_batch(tokens: list[int], start: int = 0, *, n_kv: int = 256, all_outputs: bool = True) -> Batch:
+def make_batch(
+    tokens: list[int], start: int = 0, *, n_kv: int = 256, all_outputs: bool = True, ahead: int = 0
+) -> Batch:
     """One sequence's tokens from position `start`, in cells equal to their positions.
 
-    The slot of a recurrent state is the number of tokens it has seen.
+    The slot of a recurrent state is the number of tokens it has seen. A draft's tokens are `ahead` of their cells.
     """
     rows = len(tokens)
     positions = np.arange(start, start + rows, dtype=np.int32)
     visible = np.arange(n_kv)[None, :] <= positions[:, None]
     return Batch(
         tokens=np.array(tokens, np.int32),
-        positions=positions,
+        positions=positions + np.int32(ahead),
         cells=positions.astype(np.int64),
         mask=np.where(visible, 0, -np.inf).astype(np.float16),
         outputs=np.arange(0 if all_outputs else rows - 1, rows, dtype=np.int32),

@@ -30,6 +30,9 @@ FIXTURES = [
     "olmoe/model-f16.gguf",
     "mixtral/model-q4_k.gguf",
     "qwen3moe-k256/model-q4_k.gguf",
+    "qwen35moe/model-q4_k.gguf",
+    "qwen35moe-fused/model-q4_k.gguf",
+    "qwen3next-mtp/model-q4_k.gguf",
 ]
 DECODED = 5
 SPAN = 640  # cells of a sequence
@@ -77,6 +80,12 @@ def joint_batch(starts: list[int], tokens: list[list[int]]) -> Batch:
     rows = [(i, start + j, token) for i, start in enumerate(starts) for j, token in enumerate(tokens[i])]
     sequence, position, token = (np.array(column, np.int32) for column in zip(*rows, strict=True))
     ends = [start + len(tokens[i]) - 1 for i, start in enumerate(starts)]
+    ranges = [np.flatnonzero(sequence == i) for i in range(len(starts))]
+    runs = [
+        (2 * i + starts[i] % 2 if starts[i] else -1, 2 * i + (ends[i] + 1) % 2, own[0], own[-1] + 1)
+        for i, own in enumerate(ranges)
+        if own.size
+    ]
     n_kv = cells_of(len(starts))
     cell = np.arange(n_kv)
     first = SPAN * sequence
@@ -88,6 +97,7 @@ def joint_batch(starts: list[int], tokens: list[list[int]]) -> Batch:
         mask=np.where(visible, 0, -np.inf).astype(np.float16),
         outputs=np.array([i for i, (seq, at, _) in enumerate(rows) if at == ends[seq]], np.int32),
         decode_rows=len(rows) if all(starts) else 0,
+        runs=np.array(runs, np.int32),
     )
 
 

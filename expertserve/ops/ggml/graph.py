@@ -219,6 +219,11 @@ class GgmlGraph(base.Graph):
         view = ggml.ggml_view_3d(self.ctx, x.ptr, stop - start, ne[1], ne[2], nb[1], nb[2], 4 * start)
         return self._new(ggml.ggml_cont(self.ctx, view), (*x.shape[:-1], stop - start))
 
+    def concat(self, a: Tensor, b: Tensor) -> Tensor:
+        assert isinstance(a, GgmlTensor) and isinstance(b, GgmlTensor) and a.shape[:-1] == b.shape[:-1]
+        shape = (*a.shape[:-1], a.shape[-1] + b.shape[-1])
+        return self._new(ggml.ggml_concat(self.ctx, a.ptr, b.ptr, 0), shape)
+
     def rope(self, x: Tensor, rope: Rope) -> Tensor:
         assert isinstance(x, GgmlTensor) and len(x.shape) == 3
         require(
