@@ -39,11 +39,11 @@ class BatchBuilder:
             self._mask = np.empty(row * n_kv, np.float16)
         mask = self._mask[: row * n_kv].reshape(row, n_kv)
         return Batch(
-            tokens=np.concatenate([work.sequence.tokens[work.start : work.end] for work in works]),
+            tokens=np.concatenate([work.sequence.rows(work.start, work.end) for work in works]),
             positions=np.concatenate([np.arange(work.start, work.end, dtype=np.int32) for work in works]),
             cells=np.concatenate(new),
             mask=attention_mask([(c, work.start) for c, work in zip(visible, works, strict=True)], n_kv, mask),
             outputs=np.array(outputs, np.int32),
-            decode_rows=sum(work.decode for work in works),
+            decode_rows=sum(work.end - work.start for work in works if work.decode),
             runs=np.array(runs, np.int32).reshape(-1, 4),
         )

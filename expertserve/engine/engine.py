@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from expertserve.engine.admission import check_request
 from expertserve.engine.batching import BatchBuilder
+from expertserve.engine.draft import Drafter, DraftMode, scratch_cells
 from expertserve.engine.ports import ForwardPass, TextSource
 from expertserve.engine.request import (
     ErrorEvent,
@@ -67,15 +68,23 @@ class Engine:
         context: int,
         chunk: int,
         kv_cells: KVCells | None = None,
+        draft: DraftMode = "off",
+        draft_tokens: int = 0,
     ) -> None:
-        kv = KVCells(forward.kv_cells) if kv_cells is None else kv_cells
-        if 0 < forward.state_slots <= 2 * parallel:
+        draft_tokens = 0 if draft == "off" else draft_tokens
+        kv = KVCells(forward.kv_cells - scratch_cells(parallel, draft_tokens)) if kv_cells is None else kv_cells
+        if 0 < forward.state_slots <= parallel * (2 + draft_tokens):
             raise ConfigError(f"{forward.state_slots} slots of recurrent state are too few for {parallel} sequences")
         most = min(forward.max_rows, forward.max_outputs)
-        if not 0 < parallel <= most:
-            raise ConfigError(f"parallel is {parallel}; it must be 1 to {most}, the rows of one step")
+        if not 0 < parallel * (1 + draft_tokens) <= most:
+            raise ConfigError(
+                f"parallel is {parallel}; it must be 1 to {most // (1 + draft_tokens)}, the rows of one step"
+            )
         if chunk <= 0:
             raise ConfigError(f"chunk is {chunk}; it must be at least 1")
+        self._drafter = (
+            Drafter(forward, kv, parallel=parallel, tokens=draft_tokens, mode=draft) if draft_tokens else None
+        )
         self.context = min(context, forward.context_length, kv.capacity)
         self.state: State = "ready"
         self.error: ExpertServeError | None = None
@@ -90,6 +99,7 @@ class Engine:
             max_rows=forward.max_rows,
             chunk=chunk,
             max_outputs=forward.max_outputs,
+            draft_tokens=draft_tokens,
         )
         self._builder = BatchBuilder(kv)
         self._sequences: dict[str, Sequence] = {}  # accepted and not ended; written under the lock
@@ -171,6 +181,7 @@ class Engine:
             "kv_cells_used": running,
             "kv_cells_cached": cached,
             **self._counters,
+            **({} if self._drafter is None else self._drafter.counters()),
             "preemptions": scheduler.preemptions,
         }
 
@@ -183,9 +194,15 @@ class Engine:
         if not self._scheduler.has_work():
             self._cells_in_use = self._scheduler.cells_in_use()
             return False
+        began, generated = perf_counter(), self._counters["generated_tokens"]
+        if self._drafter is not None:
+            self._drafter.propose(self._scheduler.running)
         works = self._scheduler.plan()
         assert works, "no row could be scheduled"
         self._run_works(works)
+        new = int(self._counters["generated_tokens"] - generated)
+        if self._drafter is not None and new and all(work.decode for work in works):
+            self._drafter.trial.end_iteration(perf_counter() - began, new)
         self._cells_in_use = self._scheduler.cells_in_use()
         return True
 
@@ -228,11 +245,15 @@ class Engine:
         try:
             logits = self._evaluate(works)
         except ExpertServeError as error:
+            if any(work.sequence.drafts for work in works):  # it may be a wrong draft that met the error
+                return self._run_works([self._scheduler.without_drafts(work) for work in works])
             if len(works) == 1:
                 self._end_with_error(works[0].sequence, error)
             else:
                 self._run_apart(works)
             return False
+        if self._drafter is not None:
+            self._drafter.observe(works)
         row = 0
         for work in works:
             self._deliver(work, logits[row : row + work.num_outputs])
@@ -268,9 +289,12 @@ class Engine:
             self._scheduler.requeue(sequence)
 
     def _deliver(self, work: Work, logits: NDArray[np.float32]) -> None:
-        """Takes the logits of a sequence's rows: prompt log-probabilities, then the next token."""
+        """Takes the logits of a sequence's rows: prompt log-probabilities, then the next tokens."""
+        if work.decode:
+            self._deliver_decoded(work, logits)
+            return
         sequence = work.sequence
-        self._scheduler.evaluated(work)
+        self._scheduler.evaluated(work, work.end)
         self._count_prompt(work)
         if sequence.wants_prompt_logprobs:
             sequence.take_prompt_logprobs(logits, work.first_output)
@@ -282,15 +306,42 @@ class Engine:
             self._finish(sequence, "length", "")
             return
         try:
-            self._sample(sequence, logits[-1])
+            reason = self._sample(sequence, logits[-1])
         except ExpertServeError as error:
             self._end_with_error(sequence, error)
+            return
+        if reason is not None:
+            self._finish(sequence, reason, self._rest(sequence))
+
+    def _deliver_decoded(self, work: Work, logits: NDArray[np.float32]) -> None:
+        """Samples after the last token, and after each draft as long as the token sampled is the one drafted."""
+        sequence, drafts = work.sequence, [*work.sequence.drafts]
+        reason: FinishReason | None = None
+        failed: ExpertServeError | None = None
+        end = work.start
+        for row, draft in zip(logits, [*drafts, None], strict=True):
+            end += 1
+            try:
+                reason = self._sample(sequence, row)
+            except ExpertServeError as error:
+                failed = error
+                break
+            if reason is not None or sequence.tokens[-1] != draft:
+                break
+        self._scheduler.evaluated(work, end)
+        if self._drafter is not None:
+            self._drafter.judge(len(drafts), end - work.start - 1)
+        if failed is not None:
+            self._end_with_error(sequence, failed)
+        elif reason is not None:
+            self._finish(sequence, reason, self._rest(sequence))
 
     def _count_prompt(self, work: Work) -> None:
         if work.sequence.generated == 0:
             self._counters["prompt_tokens"] += work.end - work.start
 
-    def _sample(self, sequence: Sequence, logits: NDArray[np.float32]) -> None:
+    def _sample(self, sequence: Sequence, logits: NDArray[np.float32]) -> FinishReason | None:
+        """Samples and sends a token; says why the sequence ends with it, if it does."""
         token, logprob = sequence.sample(logits)
         self._counters["generated_tokens"] += 1
         ended = token in self._eog and not sequence.request.params.ignore_eos
@@ -298,9 +349,8 @@ class Engine:
         text = "" if ended else stops.push(sequence.text_stream.push(token))
         self._emit(sequence, TokenEvent(token, text, logprob))
         if ended or stops.stopped:
-            self._finish(sequence, "stop", self._rest(sequence))
-        elif sequence.generated >= sequence.max_new:
-            self._finish(sequence, "length", self._rest(sequence))
+            return "stop"
+        return "length" if sequence.generated >= sequence.max_new else None
 
     def _rest(self, sequence: Sequence) -> str:
         """The text still held back at the end."""

@@ -18,7 +18,8 @@ from expertserve.models.batch import Batch
 class ForwardPass(Protocol):
     """One forward of a model over one batch of at most `max_rows` rows and `max_outputs` rows of logits.
 
-    The logits, [outputs, vocab], are valid until the next call.
+    The logits, [outputs, vocab], are valid until the next call. `hidden` and `draft` are asked for only by an engine
+    that drafts.
     """
 
     @property
@@ -33,7 +34,10 @@ class ForwardPass(Protocol):
     def state_slots(self) -> int: ...
     @property
     def context_length(self) -> int: ...
+    @property
+    def hidden(self) -> NDArray[np.float32]: ...
     def __call__(self, batch: Batch, /) -> NDArray[np.float32]: ...
+    def draft(self, batch: Batch, hidden: NDArray[np.float32], /) -> NDArray[np.float32]: ...
 
 
 class TextStream(Protocol):

@@ -9,7 +9,7 @@ step makes progress.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -40,7 +40,15 @@ class Scheduler:
     """Continuous batching: all running decodes first, then prompt chunks in order of arrival."""
 
     def __init__(
-        self, kv: KVCells, states: StateSlots, *, parallel: int, max_rows: int, chunk: int, max_outputs: int
+        self,
+        kv: KVCells,
+        states: StateSlots,
+        *,
+        parallel: int,
+        max_rows: int,
+        chunk: int,
+        max_outputs: int,
+        draft_tokens: int = 0,
     ) -> None:
         self.kv = kv
         self.cache = PrefixCache(kv, states)
@@ -51,8 +59,8 @@ class Scheduler:
         self._parallel = parallel
         self._max_rows = max_rows
         self._chunk = chunk
-        # Every sequence may need one row of logits to sample from; prompt log-probabilities share what is left.
-        self._max_echo_rows = max(1, max_outputs - parallel)
+        # A sequence may need a row of logits to sample from, and one a draft; prompt log-probabilities share the rest.
+        self._max_echo_rows = max(1, max_outputs - parallel * (1 + draft_tokens))
         self._plan: list[Work] = []
         self._rows_left = 0
         self._echo_rows_left = 0
@@ -66,8 +74,9 @@ class Scheduler:
         self._echo_rows_left = self._max_echo_rows
         for sequence in [s for s in self.running if s.decoding]:
             if sequence in self.running:  # an older one may have preempted it meanwhile
-                self._schedule(sequence, 1, decode=True)
-        self._rows_left = min(self._chunk, self._max_rows - len(self._plan))
+                self._schedule(sequence, self._decode_rows(sequence), decode=True)
+        decoded = sum(work.end - work.start for work in self._plan)
+        self._rows_left = min(self._chunk, self._max_rows - decoded)
         for sequence in [s for s in self.running if s.pending and not s.decoding]:
             if sequence in self.running:
                 self._schedule(sequence, self._chunk_rows(sequence), decode=False)
@@ -84,12 +93,21 @@ class Scheduler:
         else:
             self.queue.remove(sequence)
 
-    def evaluated(self, work: Work) -> None:
-        """The rows of `work` are evaluated."""
+    def without_drafts(self, work: Work) -> Work:
+        """The same work, but for the rows of drafts: they are given up with their cells and states."""
         sequence = work.sequence
-        before_last = work.start == sequence.prompt_length - 1 and not sequence.generated
-        self.states.commit(sequence.state, work.start if before_last and work.start else None)
-        sequence.evaluated = work.end
+        if not sequence.drafts:
+            return work
+        end = work.start + 1
+        self.states.cut_plan(sequence.state, end)
+        self.cache.give_back(sequence.drop_drafts(end))
+        return replace(work, end=end, last_output=end)
+
+    def evaluated(self, work: Work, end: int) -> None:
+        """The rows of `work` are evaluated; those from token `end` on were drafts that proved wrong."""
+        sequence = work.sequence
+        self.states.commit(sequence.state, work.start, end, sequence.prompt_length - 1)
+        self.cache.give_back(sequence.keep_evaluated(end))
 
     def requeue(self, sequence: Sequence) -> None:
         """Puts a running sequence back to the head of the queue, to be evaluated again; nothing is kept of it."""
@@ -116,6 +134,12 @@ class Scheduler:
         counts = np.bincount(np.array(slots, np.int64), minlength=self.states.slots.capacity)
         assert bool((counts == self.states.slots.refs).all()), "state slots differ from their holders"
 
+    def _decode_rows(self, sequence: Sequence) -> int:
+        """The token sampled last and its drafts; without these where cells are short."""
+        if 1 + len(sequence.drafts) > self.kv.free + self.cache.evictable:
+            sequence.drafts = []
+        return 1 + len(sequence.drafts)
+
     def _chunk_rows(self, sequence: Sequence) -> int:
         count = min(sequence.pending, self._rows_left)
         if sequence.wants_prompt_logprobs:
@@ -129,8 +153,10 @@ class Scheduler:
             return
         echo = sequence.wants_prompt_logprobs
         start, end = sequence.num_cells - count, sequence.num_cells
-        self.states.plan(sequence.state, sequence.state_ends(start, end), (other.state for other in self.running))
-        work = Work(sequence, start, end, *sequence.outputs(start, end), decode)
+        running = (other.state for other in self.running)
+        self.states.plan(sequence.state, sequence.state_ends(start, end), running, may_skip=not decode)
+        outputs = (start, end) if decode else sequence.outputs(start, end)
+        work = Work(sequence, start, end, *outputs, decode)
         self._plan.append(work)
         if not decode:
             self._rows_left -= count

@@ -37,6 +37,10 @@ class Sequence:
         self.num_cells = 0
         self.evaluated = 0
         self.state = SequenceState()
+        self.drafts: list[int] = []  # guesses of the tokens that follow, to be judged by the next step
+        self.hidden = np.empty(
+            (0, 0), np.float32
+        )  # the target's for the last tokens evaluated, until a draft has used them
         self.cached_tokens: int | None = None  # None until the first row is scheduled
         self.prompt_logprobs: list[TokenLogprob | None] | None = None if params.prompt_logprobs is None else [None]
         self.sampler = Sampler(params)
@@ -63,8 +67,8 @@ class Sequence:
 
     @property
     def pending(self) -> int:
-        """Tokens that have no cell yet."""
-        return self.num_tokens - self.num_cells
+        """Tokens that have no cell yet; drafts have some before they are tokens."""
+        return max(0, self.num_tokens - self.num_cells)
 
     @property
     def decoding(self) -> bool:
@@ -102,10 +106,33 @@ class Sequence:
     def forget_cells(self) -> None:
         """Everything has to be evaluated again; the caller has passed the references on."""
         self.num_cells = self.evaluated = 0
+        self.drafts, self.hidden = [], self.hidden[:0]
+
+    def rows(self, start: int, end: int) -> NDArray[np.int32]:
+        """The tokens [start, end), drafts among them."""
+        drafted = np.array(self.drafts[: max(0, end - self.num_tokens)], np.int32)
+        return np.concatenate([self.tokens[start:end], drafted])
+
+    def keep_evaluated(self, end: int) -> Cells:
+        """The tokens up to `end` are evaluated and the drafts judged; returns the cells of those that were wrong."""
+        wrong = self.drop_drafts(end)
+        self.evaluated = end
+        self.hidden = self.hidden[: len(self.hidden) - len(wrong)]
+        return wrong
+
+    def drop_drafts(self, end: int) -> Cells:
+        """Forgets the drafts, whose tokens would be from `end` on; returns their cells."""
+        cells = self.cells[end:].copy()
+        self.num_cells, self.drafts = end, []
+        return cells
 
     def state_ends(self, start: int, end: int) -> list[int]:
-        """At which lengths the evaluation of the tokens [start, end) leaves a recurrent state: also before the last one
-        of the prompt, for a later request that starts there."""
+        """At which lengths the evaluation of the tokens [start, end) leaves a recurrent state.
+
+        That is after each draft, and before the last token of the prompt, for a later request that starts there.
+        """
+        if self.drafts:
+            return [*range(start + 1, end + 1)]
         before_last = self.prompt_length - 1
         return [before_last, end] if start < before_last < end and not self.generated else [end]
 

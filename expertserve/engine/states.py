@@ -17,9 +17,9 @@ SNAPSHOTS = 4
 """Slots beside the two that a running sequence needs, for states that a later request may start from."""
 
 
-def slots_for(parallel: int) -> int:
-    """How many slots an engine of `parallel` sequences works with."""
-    return 2 * parallel + SNAPSHOTS
+def slots_for(parallel: int, draft_tokens: int = 0) -> int:
+    """How many slots an engine of `parallel` sequences works with: the present state and those a step leaves."""
+    return parallel * (2 + draft_tokens) + SNAPSHOTS
 
 
 @dataclass(slots=True)
@@ -30,11 +30,13 @@ class SequenceState:
         current: where the state after the evaluated tokens is.
         kept: states at earlier lengths, by length.
         planned: the lengths at which the step under way leaves states, rising, and the slots it leaves them in.
+        may_skip: only the last of these is needed.
     """
 
     current: int = NO_STATE
     kept: dict[int, int] = field(default_factory=dict)
     planned: list[tuple[int, int]] = field(default_factory=list)
+    may_skip: bool = True
 
     def runs(self, start: int, row: int) -> list[tuple[int, int, int, int]]:
         """The runs of rows that begin at `row` with token `start`: source, target, first row, row after the last."""
@@ -63,27 +65,32 @@ class StateKeeper:
         self.slots = slots
         self._drop_cached = drop_cached
 
-    def plan(self, state: SequenceState, ends: Iterable[int], running: Iterable[SequenceState]) -> None:
-        """Gives a step slots for the states it leaves at the lengths `ends`, of which the last is needed."""
+    def plan(
+        self, state: SequenceState, ends: Iterable[int], running: Iterable[SequenceState], *, may_skip: bool
+    ) -> None:
+        """Gives a step slots for the states it leaves at the lengths `ends`; with `may_skip` only the last is needed."""
         if not self.slots.capacity:
             return
+        state.may_skip = may_skip
         others = [*running]
         for length in ends:
             state.planned.append((length, self._take(others)))
 
-    def commit(self, state: SequenceState, keep_old_at: int | None) -> None:
-        """The step is done: its last state is the current one; the old one is kept as of that length, or given up."""
+    def commit(self, state: SequenceState, start: int, end: int, keep: int) -> None:
+        """The step from length `start` is done: what it left at `end` is current, that at length `keep` is kept."""
         if not state.planned:
             return
-        if keep_old_at is None or keep_old_at in state.kept:
-            self.slots.release(state.current)
-        else:
-            state.kept[keep_old_at] = state.current
-        *passed, (_, state.current) = state.planned
-        for length, slot in passed:
-            self.slots.release(state.kept.pop(length, NO_STATE))
-            state.kept[length] = slot
-        state.planned = []
+        left = {start: state.current, **dict(state.planned)}
+        state.current, state.planned = left.pop(end), []
+        if left.get(keep, NO_STATE) != NO_STATE:
+            self.slots.release(state.kept.pop(keep, NO_STATE))
+            state.kept[keep] = left.pop(keep)
+        self.release(left)
+
+    def cut_plan(self, state: SequenceState, end: int) -> None:
+        """The step under way goes no further than length `end`."""
+        self.release({length: slot for length, slot in state.planned if length > end})
+        state.planned = [(length, slot) for length, slot in state.planned if length <= end]
 
     def give_up(self, state: SequenceState, length: int) -> dict[int, int]:
         """Ends a sequence's hold, as far as evaluated to `length`; what the step under way would have written goes."""
@@ -111,7 +118,7 @@ class StateKeeper:
             if state.kept:
                 self.slots.release(state.kept.pop(min(state.kept)))
                 return True
-            if len(state.planned) > 1:
+            if state.may_skip and len(state.planned) > 1:
                 self.slots.release(state.planned.pop(0)[1])
                 return True
         return False

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from expertserve.engine.draft import DraftMode, scratch_cells
 from expertserve.engine.engine import Engine
 from expertserve.kv.cache import KVCells
 from tests.engine.fakes import HashForward, Oracle, PieceTokenizer
@@ -35,10 +36,26 @@ def make_rig() -> MakeRig:
         max_rows: int = 64,
         max_outputs: int | None = None,
         state_slots: int = 0,
+        draft: DraftMode = "off",
+        draft_tokens: int = 0,
     ) -> Rig:
-        forward = HashForward(max_rows=max_rows, kv_cells=cells, max_outputs=max_outputs, state_slots=state_slots)
+        forward = HashForward(
+            max_rows=max_rows,
+            kv_cells=cells + scratch_cells(parallel, draft_tokens),
+            max_outputs=max_outputs,
+            state_slots=state_slots,
+        )
         tokenizer = PieceTokenizer()
-        engine = Engine(forward, tokenizer, parallel=parallel, context=context, chunk=chunk, kv_cells=KVCells(cells))
+        engine = Engine(
+            forward,
+            tokenizer,
+            parallel=parallel,
+            context=context,
+            chunk=chunk,
+            kv_cells=KVCells(cells),
+            draft=draft,
+            draft_tokens=draft_tokens,
+        )
         return Rig(engine, forward, Oracle(tokenizer, engine.context, recurrent=state_slots > 0))
 
     return make

@@ -130,6 +130,38 @@ def test_200_requests_at_random_of_a_recurrent_model_never_see_a_state_that_is_n
     assert_nothing_leaks(rig.engine)
 
 
+# drafts of 1 to 4 tokens, on a model with state and on one without, cells and slots hardly enough
+@pytest.mark.parametrize(
+    ("seed", "cells", "parallel", "chunk", "states", "drafts"),
+    [(7, 1792, 8, 32, 0, 3), (8, 512, 8, 7, 50, 4), (9, 256, 4, 32, 13, 1), (10, 512, 4, 20, 18, 2)],
+)
+def test_200_requests_at_random_get_the_same_tokens_with_drafts(
+    make_rig: MakeRig, seed: int, cells: int, parallel: int, chunk: int, states: int, drafts: int
+) -> None:
+    rng = random.Random(seed)
+    rig = make_rig(
+        cells=cells,
+        context=224,
+        parallel=parallel,
+        chunk=chunk,
+        state_slots=states,
+        draft="mtp-always",
+        draft_tokens=drafts,
+    )
+
+    def fault(batch: Batch) -> None:
+        if POISON in batch.tokens:
+            raise ExpertReadError("an expert could not be read")
+
+    rig.forward.fault = fault
+    clients, cancelled = random_traffic(rig, rng, 200)
+    assert_all_got_theirs(rig, clients, cancelled)
+    counts = rig.engine.snapshot()
+    assert counts["cancelled"] > 0 and counts["errors"] > 0 and counts["cached_tokens"] > 0, "the traffic was too tame"
+    assert counts["drafts_accepted"] > 0.1 * counts["drafts_judged"] > 100  # most are sampled from nearly flat logits
+    assert_nothing_leaks(rig.engine)
+
+
 def test_eight_streams_equal_themselves_alone(make_rig: MakeRig) -> None:
     alone: list[list[int]] = []
     prompts = [ROOTS[i % 3][: 20 + 5 * i] for i in range(8)]
