@@ -36,6 +36,10 @@ def _greedy(settings: Settings) -> str | None:
     return "temperature is 0, so the most likely token is taken" if settings.temperature == 0 else None
 
 
+def _no_draft(settings: Settings) -> str | None:
+    return "--draft is off" if settings.draft == "off" else None
+
+
 def _no_penalty(settings: Settings) -> str | None:
     off = settings.repeat_penalty == 1 and not settings.presence_penalty and not settings.frequency_penalty
     return "no penalty is set" if off else None
@@ -103,6 +107,16 @@ class Settings:
     )
     lookahead: Literal["on", "off", "auto"] = setting(
         "auto", "Reading the next layer's likely experts while the disk is idle; auto stops where that does not pay."
+    )
+    draft: Literal["off", "mtp", "mtp-always"] = setting(
+        "off",
+        "Guessing tokens ahead with the model's own draft layer; mtp stops while that loses, mtp-always never does.",
+    )
+    draft_tokens: int = setting(
+        2,
+        "Tokens guessed at once; right ones save steps, wrong ones read experts in vain.",
+        bounds={"ge": 1, "le": 7},
+        inert=_no_draft,
     )
     stats_every: int = setting(
         16, "Steps between two [expert-stream] lines; 0 prints only the last one.", bounds={"ge": 0}

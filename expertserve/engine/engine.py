@@ -70,7 +70,9 @@ class Engine:
         kv_cells: KVCells | None = None,
         draft: DraftMode = "off",
         draft_tokens: int = 0,
+        on_drafts: Callable[[int, int, str], None] = lambda drafted, accepted, verdict: None,
     ) -> None:
+        """`on_drafts` is told what became of a sequence's drafts, and whether drafting is on."""
         draft_tokens = 0 if draft == "off" else draft_tokens
         kv = KVCells(forward.kv_cells - scratch_cells(parallel, draft_tokens)) if kv_cells is None else kv_cells
         if 0 < forward.state_slots <= parallel * (2 + draft_tokens):
@@ -89,6 +91,7 @@ class Engine:
         self.state: State = "ready"
         self.error: ExpertServeError | None = None
         self._forward = forward
+        self._on_drafts = on_drafts
         self._tokenizer = tokenizer
         self._eog = frozenset(tokenizer.eog_ids)
         self._vocab_size = forward.vocab_size
@@ -331,6 +334,7 @@ class Engine:
         self._scheduler.evaluated(work, end)
         if self._drafter is not None:
             self._drafter.judge(len(drafts), end - work.start - 1)
+            self._on_drafts(len(drafts), end - work.start - 1, self._drafter.trial.verdict)
         if failed is not None:
             self._end_with_error(sequence, failed)
         elif reason is not None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from expertserve import log
 from expertserve.config import Settings
 from expertserve.data import DEMO_NAME, model_path
+from expertserve.engine.draft import scratch_cells
 from expertserve.engine.engine import Engine
 from expertserve.engine.states import slots_for
 from expertserve.experts.final_line import flush_final_line
@@ -60,7 +61,8 @@ def load_model(settings: Settings, stats: ExpertStats) -> LoadedModel:
     """Opens, checks and loads the model that `settings` name, and starts its engine."""
     logger = log.get_logger(__name__)
     file = GGUFFile.open(model_path(settings.model))
-    model = describe_model(file)
+    drafts = 0 if settings.draft == "off" else settings.draft_tokens
+    model = describe_model(file, draft=drafts > 0)
     tokenizer = Tokenizer.from_gguf(file)
     override = None if settings.chat_template is None else settings.chat_template.read_text(encoding="utf-8")
     template = ChatTemplate.from_gguf(file, tokenizer, override)
@@ -77,8 +79,9 @@ def load_model(settings: Settings, stats: ExpertStats) -> LoadedModel:
         context = min(settings.ctx or _default_context(model, kv_type, left), model.hp.context_length)
         if settings.ctx and settings.ctx > context:
             logger.warning(f"--ctx {settings.ctx} is more than the model was made for; using its {context}")
-        cells = -(-context // KV_BUCKET) * KV_BUCKET
-        state_slots = slots_for(settings.parallel)
+        cells = -(-context // KV_BUCKET) * KV_BUCKET + scratch_cells(settings.parallel, drafts)
+        state_slots = slots_for(settings.parallel, drafts)
+        judged = settings.parallel * (1 + drafts)
         lane = ExpertLane.open(
             file,
             model.towers,
@@ -96,15 +99,24 @@ def load_model(settings: Settings, stats: ExpertStats) -> LoadedModel:
             model,
             backend,
             lane,
-            max_rows=max(settings.chunk, settings.parallel),
+            max_rows=max(settings.chunk, judged),
             kv_cells=cells,
             kv_type=kv_type,
-            min_outputs=settings.parallel,
+            min_outputs=judged,
             state_slots=state_slots,
         )
         forward.prepare()
         _warm_up(lane)
-        engine = Engine(forward, tokenizer, parallel=settings.parallel, context=context, chunk=settings.chunk)
+        engine = Engine(
+            forward,
+            tokenizer,
+            parallel=settings.parallel,
+            context=context,
+            chunk=settings.chunk,
+            draft=settings.draft,
+            draft_tokens=drafts,
+            on_drafts=stats.count_drafts,
+        )
         opened.pop_all()
     engine.start()
     logger.info("model ready", model=file.paths[0].name, context=engine.context, slots=lane.plan.reason)

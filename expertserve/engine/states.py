@@ -68,7 +68,7 @@ class StateKeeper:
     def plan(
         self, state: SequenceState, ends: Iterable[int], running: Iterable[SequenceState], *, may_skip: bool
     ) -> None:
-        """Gives a step slots for the states it leaves at the lengths `ends`; with `may_skip` only the last is needed."""
+        """Gives a step slots for the states it leaves at the lengths `ends`; `may_skip`: the last is enough."""
         if not self.slots.capacity:
             return
         state.may_skip = may_skip

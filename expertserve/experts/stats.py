@@ -60,6 +60,8 @@ class PhaseCounters:
     forced: int = 0
     failed: int = 0
     failed_misses: int = 0
+    drafted: int = 0
+    accepted: int = 0
     lookahead_used: int = 0
     lookahead_late: int = 0
     lookahead_wasted: int = 0
@@ -102,7 +104,7 @@ def format_totals(total: PhaseCounters, read_mode: str) -> str:
         f"[expert-stream] steps={total.steps} hits={total.hits} misses={total.misses} evictions={total.evictions} "
         f"fills={total.fills} bytes={total.bytes} exhausted={total.exhausted} advised={total.advised} "
         f"forced={total.forced} lookahead={total.lookahead_reads} preloads={total.preloads} failed={total.failed} "
-        f"mode={read_mode}"
+        f"mode={read_mode} drafted={total.drafted} accepted={total.accepted}"
     )
 
 
@@ -138,6 +140,12 @@ class ExpertStats:
         self.draft_steps += draft
         if self._every and not self.silenced and self.steps % self._every == 0:
             self._emit(self.line())
+
+    def count_drafts(self, drafted: int, accepted: int, verdict: str) -> None:
+        """So many tokens were drafted and taken in a step of decode; `verdict` says whether drafting is on, and why."""
+        self.phases["decode"].drafted += drafted
+        self.phases["decode"].accepted += accepted
+        self.about["draft"] = verdict
 
     @property
     def steps(self) -> int:

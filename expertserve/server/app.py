@@ -27,7 +27,7 @@ from expertserve.server.guard import Guard
 from expertserve.server.metrics import CONTENT_TYPE, ServerMetrics
 from expertserve.server.process import ServerProcess
 from expertserve.server.prompts import chat_choices, chat_prompt, check_ids, completion_choices
-from expertserve.server.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from expertserve.server.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, tools_for_template
 from expertserve.server.state import ServedModel, ServerSettings, ServerState
 from expertserve.server.token_names import TokenNames
 
@@ -159,7 +159,11 @@ def _add_token_routes(app: FastAPI, state: ServerState) -> None:
 def _tokenize(body: TokenizeBody, model: ServedModel) -> list[int]:
     if body.messages is not None:
         return chat_prompt(
-            model, body.messages, body.tools, body.add_generation_prompt, body.chat_template_kwargs or {}
+            model,
+            body.messages,
+            tools_for_template(body.tools),
+            body.add_generation_prompt,
+            body.chat_template_kwargs or {},
         )
     if body.prompt is not None:
         text, add_special = body.prompt, body.add_special_tokens

@@ -12,7 +12,7 @@ from typing import Any
 from expertserve.engine.request import SamplingParams
 from expertserve.errors import RequestError
 from expertserve.server.generation import Choice
-from expertserve.server.protocol import ChatBody, ChatMessage, CompletionBody, GenerationBody
+from expertserve.server.protocol import ChatBody, ChatMessage, CompletionBody, GenerationBody, tools_for_template
 from expertserve.server.state import ServedModel
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -33,7 +33,7 @@ _PARAMS_OF_SAME_NAME = (
 def chat_choices(body: ChatBody, model: ServedModel, max_logprob_entries: int) -> list[Choice]:
     """One prompt, `n` choices."""
     max_tokens = _limit(body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens)
-    tools = body.tools if body.tools and body.tool_choice != "none" else None
+    tools = tools_for_template(body.tools) if body.tool_choice != "none" else None
     kwargs = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         kwargs.setdefault("reasoning_effort", body.reasoning_effort)

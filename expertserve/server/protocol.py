@@ -131,6 +131,22 @@ class ContentPart(Body):
 Content = Annotated[str | list[ContentPart], _described("a string or a list of content parts of type text")]
 
 
+class ToolFunction(Body):
+    name: str
+
+
+class Tool(Body):
+    """A function that the model may call, as the template gets it."""
+
+    type: Literal["function"]
+    function: ToolFunction
+
+
+def tools_for_template(tools: list[Tool] | None) -> list[dict[str, Any]] | None:
+    """The tools as they were sent; None for none."""
+    return [tool.model_dump(exclude_unset=True) for tool in tools] if tools else None
+
+
 class ChatMessage(Body):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Content | None = None
@@ -158,7 +174,7 @@ class ChatBody(GenerationBody):
     max_completion_tokens: int | None = Field(None, ge=-1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0)
-    tools: list[dict[str, Any]] | None = None
+    tools: list[Tool] | None = None
     tool_choice: str | dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
     reasoning_effort: str | None = None
@@ -199,7 +215,7 @@ class TokenizeBody(Body):
     parse_special: bool = True
     with_pieces: bool = False
     add_generation_prompt: bool = True
-    tools: list[dict[str, Any]] | None = None
+    tools: list[Tool] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     @model_validator(mode="after")

@@ -35,6 +35,7 @@ def open_forward(
     cells: int = 512,
     stats: ExpertStats | None = None,
     draft: bool = False,
+    state_slots: int | None = None,
 ) -> Iterator[Forward]:
     """A loaded model; `budget` is what `--expert-cache` takes."""
     file = GGUFFile.open(path)
@@ -53,7 +54,7 @@ def open_forward(
         kv_cells=cells,
         kv_type=KVType(kv_type),
         min_outputs=1,
-        state_slots=cells + 1,
+        state_slots=cells + 1 if state_slots is None else state_slots,
     )
     forward.prepare()
     try:

@@ -92,6 +92,8 @@ def test_a_field_that_cannot_be_used_is_named(server: Running, path: str, field:
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
         ({"messages": HELLO, "tools": {}}, "tools"),
+        ({"messages": HELLO, "tools": [{}]}, "tools[0].type"),
+        ({"messages": HELLO, "tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
         ({"messages": HELLO, "tool_choice": "required"}, "tool_choice"),
         ({"messages": HELLO, "response_format": {"type": "json_object"}}, "response_format"),
         ({"messages": HELLO, "functions": [{}]}, "functions"),
