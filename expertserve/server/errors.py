@@ -24,7 +24,7 @@ _STATUS_TYPES = {
     429: "rate_limit_error",
 }
 # Fields that hold fields; of others, what follows in a location is a tag of pydantic's or a key the client made up.
-_NESTED = {"messages", "stream_options"}
+_NESTED = {"messages", "tools", "stream_options"}
 
 
 class UnavailableError(ExpertServeError):
