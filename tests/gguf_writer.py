@@ -148,7 +148,7 @@ def make_tiny_moe(
     if alignment != 32:
         writer.add_custom_alignment(alignment)
     shapes.add_metadata(writer, top_k, context)
-    _add_tokenizer(writer, tokenizer, vocab, pre or {"olmoe": "olmo"}.get(arch, "qwen2"))
+    add_tokenizer(writer, tokenizer, vocab, pre or {"olmoe": "olmo"}.get(arch, "qwen2"))
     if chat_template is not None:
         writer.add_chat_template(chat_template)
     if metadata is not None:
@@ -287,7 +287,8 @@ class _Shapes:
         return rows
 
 
-def _add_tokenizer(writer: gguf.GGUFWriter, kind: str, vocab: int, pre: str) -> None:
+def add_tokenizer(writer: gguf.GGUFWriter, kind: str, vocab: int, pre: str) -> None:
+    """Writes a `bpe` or `spm` vocabulary of `vocab` tokens with the pre-tokenizer `pre`."""
     if kind == "bpe":
         tokens, types, merges = bpe_vocabulary(vocab)
         writer.add_tokenizer_model("gpt2")

@@ -17,7 +17,7 @@ from gguf import GGMLQuantizationType as TensorType
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.gguf_writer import _add_tokenizer, normal, quantize
+from tests.gguf_writer import add_tokenizer, normal, quantize
 
 HEADS, KV_HEADS, HEAD_DIM = 8, 2, 128
 KEY_HEADS, VALUE_HEADS, STATE_DIM, CONV = 8, 16, 64, 4
@@ -37,7 +37,7 @@ def main() -> None:
     args = parser.parse_args()
     writer = gguf.GGUFWriter(args.out, "qwen35moe")
     add_metadata(writer, args)
-    _add_tokenizer(writer, "bpe", args.vocab, "qwen2")
+    add_tokenizer(writer, "bpe", args.vocab, "qwen2")
     for name, shape, scale, mean, kind in tensors(args):
         values = np.eye(*shape, dtype=np.float32) if scale is None else normal(args.seed, name, shape, scale, mean)
         if "ffn_gate_inp.weight" in name:

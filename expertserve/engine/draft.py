@@ -10,9 +10,9 @@ that fails or is wrong costs time, never a token.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from statistics import median
 from typing import Literal
 
 import numpy as np
@@ -22,50 +22,14 @@ from expertserve.engine.ports import ForwardPass
 from expertserve.engine.scheduler import Work
 from expertserve.engine.sequence import Sequence
 from expertserve.errors import ExpertServeError
+from expertserve.experts.trial import Trial, TrialPlan
 from expertserve.kv.cache import BUCKET, Cells, KVCells, attention_mask, bucket_length
 from expertserve.models.batch import Batch
 
 DraftMode = Literal["off", "mtp", "mtp-always"]
-_WINDOW = 12  # decode iterations of one side of a trial
-_SIDES = (True, False, False, True, True, False)  # with, without: drift falls on both alike
-_KEPT_FOR = 512  # iterations a verdict holds
-_LEAST_GAIN = 1.02
-
-
-class DraftTrial:
-    """Decides by measurement whether drafting pays: seconds a token with it against without, medians of iterations."""
-
-    def __init__(self, *, measures: bool) -> None:
-        self.active = True
-        self.verdict = "measuring" if measures else "on"
-        self._measures = measures
-        self._left = _WINDOW  # the first window only warms up
-        self._side = -1
-        self._seconds: dict[bool, list[float]] = {True: [], False: []}
-
-    def end_iteration(self, seconds: float, tokens: int) -> None:
-        """An iteration that only decoded took that long for that many tokens."""
-        if not self._measures:
-            return
-        if 0 <= self._side < len(_SIDES):
-            self._seconds[self.active].append(seconds / tokens)
-        self._left -= 1
-        if self._left:
-            return
-        self._side += 1
-        if self._side < len(_SIDES):
-            self.active, self._left = _SIDES[self._side], _WINDOW
-        elif self._side == len(_SIDES):
-            self._decide()
-        else:
-            self._side, self._left, self.active = 0, _WINDOW, _SIDES[0]
-
-    def _decide(self) -> None:
-        gain = median(self._seconds[False]) / max(1e-9, median(self._seconds[True]))
-        self.active = gain >= _LEAST_GAIN
-        self.verdict = f"{'on' if self.active else 'off'}, {gain:.2f}x the speed without"
-        self._seconds = {True: [], False: []}
-        self._left = _KEPT_FOR
+TRIAL = TrialPlan(  # of iterations that only decode, by their seconds a token
+    window=12, sides=(True, False, False, True, True, False), kept_for=512, least_gain=1.02
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +47,22 @@ class Drafter:
     Args:
         forward: one with a draft layer.
         kv: the target's cells; the forward has `scratch_cells` more.
+        report: told how many tokens were drafted and taken, and whether drafting is on.
     """
 
-    def __init__(self, forward: ForwardPass, kv: KVCells, *, parallel: int, tokens: int, mode: DraftMode) -> None:
-        self.trial = DraftTrial(measures=mode == "mtp")
+    def __init__(
+        self,
+        forward: ForwardPass,
+        kv: KVCells,
+        *,
+        parallel: int,
+        tokens: int,
+        mode: DraftMode,
+        report: Callable[[int, int, str], None],
+    ) -> None:
+        self.trial = Trial("auto" if mode == "mtp" else "on", TRIAL)
         self.drafted = self.accepted = self.failed = 0
+        self._report = report
         self._forward = forward
         self._kv = kv
         self._tokens = tokens
@@ -110,11 +85,11 @@ class Drafter:
         """The target has judged a sequence's drafts."""
         self.drafted += drafted
         self.accepted += accepted
+        self._report(drafted, accepted, self.trial.verdict)
 
     def counters(self) -> dict[str, float]:
         """What became of the drafts so far."""
-        judged, accepted = self.drafted, self.accepted
-        return {"drafts_judged": judged, "drafts_accepted": accepted, "drafts_failed": self.failed}
+        return {"drafts_judged": self.drafted, "drafts_accepted": self.accepted, "drafts_failed": self.failed}
 
     def propose(self, running: SequenceOf[Sequence]) -> None:
         """Brings the draft layer's K and V up to date and leaves drafts with the sequences that decode."""
@@ -153,11 +128,11 @@ class Drafter:
         for r in rows:
             self._filled[r.sequence.cells[r.first - 1 : r.last - 1]] = True
             r.sequence.hidden = r.sequence.hidden[r.last - r.first :].copy()
-        wanted = [r.sequence if r.sequence.decoding and self._room(r.sequence) else None for r in rows]
-        logits = self._forward.draft(self._batch(rows, wanted), hidden)
-        ends = np.cumsum([r.last - r.first for r in rows]) - 1
-        drafting = [s for s in wanted if s is not None]
-        states = self._forward.hidden[[end for end, s in zip(ends, wanted, strict=True) if s is not None]].copy()
+        wanted = np.array([r.sequence.decoding and self._room(r.sequence) > 0 for r in rows])
+        ends = (np.cumsum([r.last - r.first for r in rows]) - 1)[wanted]
+        logits = self._forward.draft(self._batch(rows, ends), hidden)
+        drafting = [r.sequence for r, want in zip(rows, wanted, strict=True) if want]
+        states = self._forward.hidden[ends].copy()
         self._take(drafting, logits)
         scratch = self._scratch[: len(drafting)]
         for depth in range(1, self._tokens):
@@ -177,20 +152,18 @@ class Drafter:
         for sequence, row in zip(sequences, logits, strict=True):
             sequence.drafts.append(int(row.argmax()))
 
-    def _batch(self, rows: list[_Rows], wanted: list[Sequence | None]) -> Batch:
+    def _batch(self, rows: list[_Rows], outputs: NDArray[np.int64]) -> Batch:
         visible = [r.sequence.cells[: r.last - 1] for r in rows]
         n_kv = self._kv.bucket(max(int(cells.max()) for cells in visible) + 1)
         mask = attention_mask([(c, r.first - 1) for c, r in zip(visible, rows, strict=True)], n_kv)
         mask[:, ~self._filled[:n_kv]] = -np.inf
-        ends = np.cumsum([r.last - r.first for r in rows]) - 1
-        outputs = [end for end, sequence in zip(ends, wanted, strict=True) if sequence is not None]
         decoding = all(r.sequence.decoding for r in rows)
         return Batch(
             tokens=np.concatenate([r.sequence.tokens[r.first : r.last] for r in rows]),
             positions=np.concatenate([np.arange(r.first, r.last, dtype=np.int32) for r in rows]),
             cells=np.concatenate([c[r.first - 1 :] for c, r in zip(visible, rows, strict=True)]),
             mask=mask,
-            outputs=np.array(outputs, np.int32),
+            outputs=outputs.astype(np.int32),
             decode_rows=len(mask) if decoding else 0,
         )
 

@@ -85,13 +85,14 @@ class Engine:
         if chunk <= 0:
             raise ConfigError(f"chunk is {chunk}; it must be at least 1")
         self._drafter = (
-            Drafter(forward, kv, parallel=parallel, tokens=draft_tokens, mode=draft) if draft_tokens else None
+            Drafter(forward, kv, parallel=parallel, tokens=draft_tokens, mode=draft, report=on_drafts)
+            if draft_tokens
+            else None
         )
         self.context = min(context, forward.context_length, kv.capacity)
         self.state: State = "ready"
         self.error: ExpertServeError | None = None
         self._forward = forward
-        self._on_drafts = on_drafts
         self._tokenizer = tokenizer
         self._eog = frozenset(tokenizer.eog_ids)
         self._vocab_size = forward.vocab_size
@@ -205,7 +206,7 @@ class Engine:
         self._run_works(works)
         new = int(self._counters["generated_tokens"] - generated)
         if self._drafter is not None and new and all(work.decode for work in works):
-            self._drafter.trial.end_iteration(perf_counter() - began, new)
+            self._drafter.trial.add((perf_counter() - began) / new)
         self._cells_in_use = self._scheduler.cells_in_use()
         return True
 
@@ -334,7 +335,6 @@ class Engine:
         self._scheduler.evaluated(work, end)
         if self._drafter is not None:
             self._drafter.judge(len(drafts), end - work.start - 1)
-            self._on_drafts(len(drafts), end - work.start - 1, self._drafter.trial.verdict)
         if failed is not None:
             self._end_with_error(sequence, failed)
         elif reason is not None:

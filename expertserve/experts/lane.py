@@ -190,7 +190,7 @@ class ExpertLane:
         counters.wall_s += wall_s
         counters.reading_s += self.pool.busy_s - self._busy_before
         if self._guesses and _is_decode(rows):
-            self._ahead.trial.end_step(wall_s)
+            self._ahead.trial.add(wall_s)
             self.stats.about["lookahead"] = self._ahead.trial.verdict
         self.wants_guesses = False
         self._files_checked = False

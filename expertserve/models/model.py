@@ -30,7 +30,7 @@ class Model(ABC):
         """With `draft` the layer after the trunk is part of it, which predicts one token further ahead.
 
         Raises:
-            UnsupportedModelError: there is no such layer in the file, or not for this family.
+            UnsupportedModelError: the family has no use for such a layer, or the file has none.
         """
         self.file = file
         self.hp: HParams = read_hparams(file)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from expertserve.engine.draft import DraftTrial
+from expertserve.engine.draft import TRIAL
 from expertserve.engine.request import SamplingParams
 from expertserve.errors import ConfigError, ExpertReadError
+from expertserve.experts.trial import Trial
 from expertserve.models.batch import Batch
 from tests.engine.conftest import MakeRig
 from tests.engine.fakes import Client, assert_got, assert_nothing_leaks, run_to_end
@@ -93,24 +94,24 @@ def test_a_draft_that_fails_costs_no_token(make_rig: MakeRig) -> None:
 def test_drafting_stays_on_only_where_it_wins_and_is_tried_again(
     with_drafts: float, without: float, active: bool
 ) -> None:
-    trial = DraftTrial(measures=True)
+    trial = Trial("auto", TRIAL)
     seen = []
     for _ in range(12 * 7):
         seen.append(trial.active)
-        trial.end_iteration(with_drafts if trial.active else without, 1)
+        trial.add(with_drafts if trial.active else without)
     assert set(seen) == {True, False}
     assert trial.active is active and trial.verdict.startswith("on, 1.50x" if active else "off, ")
     verdicts = []
     for _ in range(512 + 12 * 7):
-        trial.end_iteration(with_drafts if not trial.active else without, 1)  # now it is the other way round
+        trial.add(with_drafts if not trial.active else without)  # now it is the other way round
         verdicts.append(trial.verdict)
     assert with_drafts == without or verdicts[-1].startswith("off" if active else "on")
 
 
 def test_a_trial_that_does_not_measure_never_ends() -> None:
-    trial = DraftTrial(measures=False)
+    trial = Trial("on", TRIAL)
     for _ in range(5000):
-        trial.end_iteration(9.0, 1)
+        trial.add(9.0)
     assert trial.active and trial.verdict == "on"
 
 

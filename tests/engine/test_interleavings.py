@@ -83,26 +83,32 @@ def assert_all_got_theirs(rig: Rig, clients: list[Client], cancelled: set[str]) 
             assert_got(client, expected)
 
 
-# cells: 1792 never short; 512 often; 256 hardly room for two
-@pytest.mark.parametrize(("seed", "cells", "parallel", "chunk"), [(1, 1792, 8, 48), (2, 512, 8, 7), (3, 256, 4, 64)])
-def test_200_requests_at_random_each_get_what_the_plain_loop_gives(
-    make_rig: MakeRig, seed: int, cells: int, parallel: int, chunk: int
-) -> None:
-    rng = random.Random(seed)
-    rig = make_rig(cells=cells, context=224, parallel=parallel, chunk=chunk, max_outputs=parallel + 6)
+def assert_200_get_theirs(rig: Rig, seed: int) -> tuple[dict[str, float], list[Client]]:
+    """Serves 200 requests at random, some of which meet a read error; the engine's counters and the clients."""
 
     def fault(batch: Batch) -> None:
         if POISON in batch.tokens:
             raise ExpertReadError("an expert could not be read")
 
     rig.forward.fault = fault
-    clients, cancelled = random_traffic(rig, rng, 200)
+    clients, cancelled = random_traffic(rig, random.Random(seed), 200)
     assert_all_got_theirs(rig, clients, cancelled)
     counts = rig.engine.snapshot()
     assert counts["cancelled"] > 0 and counts["errors"] > 0 and counts["cached_tokens"] > 0, "the traffic was too tame"
-    assert (counts["preemptions"] > 0) == (cells < 1000)
-    assert len(clients) >= 200 and all(client.ended for client in clients)
+    assert all(client.ended for client in clients)
     assert_nothing_leaks(rig.engine)
+    return counts, clients
+
+
+# cells: 1792 never short; 512 often; 256 hardly room for two
+@pytest.mark.parametrize(("seed", "cells", "parallel", "chunk"), [(1, 1792, 8, 48), (2, 512, 8, 7), (3, 256, 4, 64)])
+def test_200_requests_at_random_each_get_what_the_plain_loop_gives(
+    make_rig: MakeRig, seed: int, cells: int, parallel: int, chunk: int
+) -> None:
+    rig = make_rig(cells=cells, context=224, parallel=parallel, chunk=chunk, max_outputs=parallel + 6)
+    counts, clients = assert_200_get_theirs(rig, seed)
+    assert (counts["preemptions"] > 0) == (cells < 1000)
+    assert len(clients) >= 200
 
 
 # states: two a sequence and four more, or hardly any more
@@ -112,22 +118,10 @@ def test_200_requests_at_random_each_get_what_the_plain_loop_gives(
 def test_200_requests_at_random_of_a_recurrent_model_never_see_a_state_that_is_not_theirs(
     make_rig: MakeRig, seed: int, cells: int, parallel: int, chunk: int, states: int
 ) -> None:
-    rng = random.Random(seed)
     rig = make_rig(
         cells=cells, context=224, parallel=parallel, chunk=chunk, max_outputs=parallel + 6, state_slots=states
     )
-
-    def fault(batch: Batch) -> None:
-        if POISON in batch.tokens:
-            raise ExpertReadError("an expert could not be read")
-
-    rig.forward.fault = fault
-    clients, cancelled = random_traffic(rig, rng, 200)
-    assert_all_got_theirs(rig, clients, cancelled)
-    counts = rig.engine.snapshot()
-    assert counts["cancelled"] > 0 and counts["errors"] > 0 and counts["cached_tokens"] > 0, "the traffic was too tame"
-    assert all(client.ended for client in clients)
-    assert_nothing_leaks(rig.engine)
+    assert_200_get_theirs(rig, seed)
 
 
 # drafts of 1 to 4 tokens, on a model with state and on one without, cells and slots hardly enough
@@ -138,7 +132,6 @@ def test_200_requests_at_random_of_a_recurrent_model_never_see_a_state_that_is_n
 def test_200_requests_at_random_get_the_same_tokens_with_drafts(
     make_rig: MakeRig, seed: int, cells: int, parallel: int, chunk: int, states: int, drafts: int
 ) -> None:
-    rng = random.Random(seed)
     rig = make_rig(
         cells=cells,
         context=224,
@@ -148,18 +141,8 @@ def test_200_requests_at_random_get_the_same_tokens_with_drafts(
         draft="mtp-always",
         draft_tokens=drafts,
     )
-
-    def fault(batch: Batch) -> None:
-        if POISON in batch.tokens:
-            raise ExpertReadError("an expert could not be read")
-
-    rig.forward.fault = fault
-    clients, cancelled = random_traffic(rig, rng, 200)
-    assert_all_got_theirs(rig, clients, cancelled)
-    counts = rig.engine.snapshot()
-    assert counts["cancelled"] > 0 and counts["errors"] > 0 and counts["cached_tokens"] > 0, "the traffic was too tame"
+    counts, _ = assert_200_get_theirs(rig, seed)
     assert counts["drafts_accepted"] > 0.1 * counts["drafts_judged"] > 100  # most are sampled from nearly flat logits
-    assert_nothing_leaks(rig.engine)
 
 
 def test_eight_streams_equal_themselves_alone(make_rig: MakeRig) -> None:

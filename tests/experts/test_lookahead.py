@@ -10,7 +10,8 @@ import pytest
 
 from expertserve.experts.batch import SlotBatch
 from expertserve.experts.lane import ExpertLane
-from expertserve.experts.lookahead import LookAheadTrial
+from expertserve.experts.lookahead import TRIAL
+from expertserve.experts.trial import Trial
 from tests.experts.worlds import FakeDisk, World, make_world, open_lane, row
 
 
@@ -180,18 +181,18 @@ def test_guesses_are_wanted_only_where_they_can_pay(
         assert not lane.wants_guesses
 
 
-def play(trial: LookAheadTrial, steps: int, with_it: float, without: float) -> list[bool]:
+def play(trial: Trial, steps: int, with_it: float, without: float) -> list[bool]:
     sides = []
     for step in range(steps):
         sides.append(trial.active)
         drift = 1 - 0.2 * step / steps  # everything gets faster as the cache warms
-        trial.end_step(drift * (with_it if trial.active else without))
+        trial.add(drift * (with_it if trial.active else without))
     return sides
 
 
 @pytest.mark.parametrize(("with_it", "without", "kept"), [(1.0, 1.3, True), (1.3, 1.0, False), (1.0, 1.0, False)])
 def test_the_trial_keeps_what_pays_and_stops_what_does_not(with_it: float, without: float, kept: bool) -> None:
-    trial = LookAheadTrial("auto")
+    trial = Trial("auto", TRIAL)
     sides = play(trial, 9 * 16, with_it, without)
     assert set(sides[16:]) == {True, False}
     assert trial.active is kept and trial.verdict.startswith("on" if kept else "off")
@@ -201,5 +202,5 @@ def test_the_trial_keeps_what_pays_and_stops_what_does_not(with_it: float, witho
 
 @pytest.mark.parametrize("mode", ["on", "off"])
 def test_on_and_off_are_not_measured(mode: str) -> None:
-    trial = LookAheadTrial(mode)  # type: ignore[arg-type]
+    trial = Trial(mode, TRIAL)  # type: ignore[arg-type]
     assert set(play(trial, 400, 1.0, 2.0)) == {mode == "on"}

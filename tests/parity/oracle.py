@@ -37,7 +37,7 @@ class Reference:
         tokens: prompt.
         exact: logits of the dequantised weights in float32, [T, vocab].
         peer: llama.cpp's logits on the file itself, [T, vocab].
-        greedy: llama.cpp's 16 greedy tokens after the prompt.
+        greedy: llama.cpp's 16 greedy tokens after the prompt, of the trunk.
     """
 
     tokens: NDArray[np.int32]
@@ -46,15 +46,16 @@ class Reference:
     greedy: NDArray[np.int32]
 
 
-def reference(fixture: str) -> Reference:
-    """The oracles' answers for a fixture named like `olmoe/model-f16.gguf`."""
+def reference(fixture: str, *, draft: bool = False) -> Reference:
+    """The oracles' answers for a fixture named like `olmoe/model-f16.gguf`, of its draft layer with `draft`."""
     family, name = fixture.split("/")
     q = name.removeprefix("model-").removesuffix(".gguf")
+    kind = "mtp_logits" if draft else "logits"
     with np.load(ORACLE / family / "ref.npz") as data:
         return Reference(
             tokens=data["tokens_short"].astype(np.int32),
-            exact=data[f"lcpp_logits_deq_{q}_short"],
-            peer=data[f"lcpp_logits_{q}_short"],
+            exact=data[f"lcpp_{kind}_deq_{q}_short"],
+            peer=data[f"lcpp_{kind}_{q}_short"],
             greedy=data[f"lcpp_greedy_{q}_short"].astype(np.int32),
         )
 

@@ -10,7 +10,7 @@ from expertserve.errors import UnsupportedModelError
 from expertserve.gguf.file import GGUFFile
 from expertserve.models.registry import load_model
 from tests.models.build import make_batch, open_forward
-from tests.parity.oracle import ORACLE, Reference, assert_parity
+from tests.parity.oracle import ORACLE, assert_parity, reference
 
 FIXTURES = sorted(
     str(path.relative_to(ORACLE))
@@ -21,18 +21,6 @@ pytestmark = [
     pytest.mark.shared,
     pytest.mark.skipif(not FIXTURES, reason="needs the oracle fixtures beside the checkout"),
 ]
-
-
-def reference(fixture: str) -> Reference:
-    family, name = fixture.split("/")
-    q = name.removeprefix("model-").removesuffix(".gguf")
-    with np.load(ORACLE / family / "ref.npz") as data:
-        return Reference(
-            tokens=data["tokens_short"].astype(np.int32),
-            exact=data[f"lcpp_mtp_logits_deq_{q}_short"],
-            peer=data[f"lcpp_mtp_logits_{q}_short"],
-            greedy=np.empty(0, np.int32),
-        )
 
 
 def draft_logits(fixture: str, tokens: list[int], *, device: str, chunks: int = 1) -> NDArray[np.float32]:
@@ -48,19 +36,19 @@ def draft_logits(fixture: str, tokens: list[int], *, device: str, chunks: int = 
 
 @pytest.mark.parametrize("fixture", FIXTURES)
 def test_exact_mode_is_as_close_as_llama_cpp(fixture: str) -> None:
-    ref = reference(fixture)
+    ref = reference(fixture, draft=True)
     for chunks in (1, 5):
         assert_parity(draft_logits(fixture, ref.tokens.tolist(), device="cpu", chunks=chunks), ref, 1.1)
 
 
 @pytest.mark.parametrize("fixture", FIXTURES)
 def test_reference_operators_give_the_exact_answer(fixture: str) -> None:
-    ref = reference(fixture)
+    ref = reference(fixture, draft=True)
     assert np.abs(draft_logits(fixture, ref.tokens.tolist(), device="reference") - ref.exact).max() <= 1e-3
 
 
 def test_the_trunk_is_the_same_with_the_draft_layer_loaded_and_without() -> None:
-    tokens = reference(FIXTURES[0]).tokens.tolist()
+    tokens = reference(FIXTURES[0], draft=True).tokens.tolist()
     found = []
     for draft in (False, True):
         with open_forward(ORACLE / FIXTURES[0], draft=draft) as forward:

@@ -22,7 +22,9 @@ from expertserve.engine.request import FinishEvent, SamplingParams, TokenEvent
 from expertserve.engine.waiting import events
 from expertserve.experts.stats import ExpertStats
 from expertserve.experts.trace import read_trace
+from expertserve.kv.cache import bucket_length
 from expertserve.models.batch import Batch
+from tests.models.build import make_batch
 
 from .corpus import Scored, Tokens, bits_per_byte, windows_of
 from .data import Document
@@ -40,6 +42,7 @@ QUESTIONS = (
 )
 OPENINGS = ("My fellow citizens, the state of our Union is", "And the LORD said unto Moses,", "The whale")
 TRACE_TOKENS = 20_000
+MAX_CONTEXT = 1024
 
 
 def bits(streams: Sequence[Scored], nats: dict[str, float]) -> dict[str, float]:
@@ -189,8 +192,8 @@ def open_model(path: Path, threads: int, **flags: str) -> tuple[LoadedModel, Exp
     told = {
         "model": str(path),
         "threads": str(threads),
-        "ctx": "1024",
-        "chunk": "1024",
+        "ctx": str(MAX_CONTEXT),
+        "chunk": str(MAX_CONTEXT),
         "parallel": "1",
         "stats_every": "0",
     }
@@ -198,16 +201,9 @@ def open_model(path: Path, threads: int, **flags: str) -> tuple[LoadedModel, Exp
 
 
 def _batch(ids: Tokens, start: int, *, last_only: bool = False) -> Batch:
-    """One sequence's tokens from position `start`, in cells equal to their positions."""
-    rows = len(ids)
-    positions = np.arange(start, start + rows, dtype=np.int32)
-    cells = -(-(start + rows) // 256) * 256
-    visible = np.arange(cells)[None, :] <= positions[:, None]
-    outputs = np.arange(rows - 1 if last_only else 0, rows, dtype=np.int32)
-    mask: NDArray[np.float16] = np.where(visible, 0, -np.inf).astype(np.float16)
-    return Batch(
-        ids.astype(np.int32), positions, positions.astype(np.int64), mask, outputs, int(rows == 1 and start > 0)
-    )
+    """One sequence's tokens from position `start`, with cells for them and what went before."""
+    cells = bucket_length(start + len(ids), MAX_CONTEXT)
+    return make_batch(ids.tolist(), start, n_kv=cells, all_outputs=not last_only)
 
 
 def _answer(model: LoadedModel, prompt: str, temperature: float, count: int) -> str:
