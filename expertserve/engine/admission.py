@@ -12,6 +12,7 @@ from expertserve.engine.request import Request, SamplingParams
 from expertserve.engine.stop import MAX_STOP_LENGTH, MAX_STOP_STRINGS
 from expertserve.errors import RequestError
 
+REPEAT_PENALTIES = (1e-6, 1e6)  # far beyond any use; a score stays a number when it is divided or multiplied by them
 MAX_PROMPT_LOGPROBS = 4 << 20  # entries of one reply; each costs about 100 bytes
 
 
@@ -58,9 +59,7 @@ def _check_sampling(params: SamplingParams, vocab_size: int) -> None:
     _check_range("min_p", params.min_p, 0, 1)
     _check_range("presence_penalty", params.presence_penalty, -math.inf, math.inf)
     _check_range("frequency_penalty", params.frequency_penalty, -math.inf, math.inf)
-    _check_range("repeat_penalty", params.repeat_penalty, 0, math.inf)
-    if params.repeat_penalty == 0:
-        raise RequestError("repeat_penalty is 0; it must be positive", param="repeat_penalty")
+    _check_range("repeat_penalty", params.repeat_penalty, *REPEAT_PENALTIES)
     _check_range("repeat_last_n", params.repeat_last_n, -1, math.inf)
     _check_range("max_tokens", params.max_tokens or 0, 0, math.inf)
     _check_range("logprobs", params.logprobs or 0, 0, vocab_size)

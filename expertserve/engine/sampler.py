@@ -36,7 +36,9 @@ class Sampler:
         seed = None if params.seed is None else params.seed & (2**64 - 1)
         self._generator = None if self._greedy else np.random.default_rng(seed)
         self._bias_ids = np.fromiter(params.logit_bias.keys(), np.int64)
-        self._biases = np.fromiter(params.logit_bias.values(), np.float32)
+        with np.errstate(over="ignore"):  # a number too large for float32 is infinite
+            self._temperature = np.float32(params.temperature)
+            self._biases = np.array([*params.logit_bias.values()], np.float32)
         self._penalise = params.repeat_last_n != 0 and (
             params.repeat_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
         )
@@ -51,7 +53,7 @@ class Sampler:
         peak = float(row.max())
         _check_finite(peak)
         ids, values = self._candidates(row, peak)
-        weights = np.exp((values - np.float32(peak)) / np.float32(self._params.temperature))
+        weights = np.exp((values - np.float32(peak)) / self._temperature)
         index = _draw(weights, self._generator.random())
         return index if ids is None else int(ids[index])
 

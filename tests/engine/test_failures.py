@@ -177,6 +177,8 @@ def test_a_bug_in_the_forward_fails_the_engine_by_name(make_rig: MakeRig) -> Non
         ([1], SamplingParams(top_p=1.5), "top_p"),
         ([1], SamplingParams(min_p=-1), "min_p"),
         ([1], SamplingParams(repeat_penalty=0), "repeat_penalty"),
+        ([1], SamplingParams(repeat_penalty=5e-324), "repeat_penalty"),
+        ([1], SamplingParams(repeat_penalty=1e300), "repeat_penalty"),
         ([1], SamplingParams(repeat_last_n=-2), "repeat_last_n"),
         ([1], SamplingParams(max_tokens=-1), "max_tokens"),
         ([1], SamplingParams(logprobs=98), "logprobs"),

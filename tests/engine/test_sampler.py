@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -201,3 +202,18 @@ def test_logprobs_are_of_the_raw_distribution_with_the_best_first() -> None:
         assert [value for _, value in got.top] == pytest.approx(expected[index, best], abs=1e-5)
     assert [row.top for row in token_logprobs(logits[:2], [4, 5], 0)] == [[], []]
     assert len(token_logprobs(logits[:1], [4], 500)[0].top) == 500
+
+
+@pytest.mark.parametrize(
+    ("params", "possible"),
+    [
+        ({"temperature": 1e300}, set(range(8))),
+        ({"logit_bias": {7: -1e300}}, set(range(7))),
+        ({"repeat_penalty": 1e-6}, set(range(8))),
+        ({"repeat_penalty": 1e6}, set(range(8))),
+    ],
+)
+def test_numbers_beyond_any_use_still_give_a_token(params: dict[str, Any], possible: set[int]) -> None:
+    logits, history = np.linspace(-2, 2, 8).astype(np.float32), np.arange(4, dtype=np.int32)
+    drawn = {Sampler(SamplingParams(seed=seed, **params)).sample(logits, history) for seed in range(40)}
+    assert drawn <= possible and drawn
