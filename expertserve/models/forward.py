@@ -19,7 +19,7 @@ from expertserve.experts.router import route
 from expertserve.gguf.spans import ExpertTower
 from expertserve.models.batch import Batch
 from expertserve.models.model import Model
-from expertserve.ops.base import Backend, ExpertKernel, Graph, KVType
+from expertserve.ops.base import Backend, ExpertKernel, Graph, KVType, Tensor
 
 LOGIT_BYTES = 64 << 20
 """Most bytes of logits one forward returns, unless a single row a sequence is more."""
@@ -31,14 +31,14 @@ class _Segment:
 
     Attributes:
         layer: the layer whose experts follow it; None for the head.
-        guess: it also guesses the next layer's experts.
+        guess: the layer whose experts it also guesses.
         outputs: it is of use only where logits are asked for.
     """
 
     name: str
     build: Callable[[Graph], None]
     layer: int | None
-    guess: bool = False
+    guess: int | None = None
     outputs: bool = False
 
 
@@ -81,12 +81,14 @@ class Forward:
         backend.allocate_states(model.recurrent_layouts(), self.state_slots)
         self._allocate_buffers()
         self._kernels = self._make_kernels()
-        self._segments = self._make_segments()
-        last = model.hp.num_layers - 1
-        self._guessing = [self._segment(i, guess=i < last) for i in range(len(self._segments))]
+        self._biases = self._read_biases()
+        self._segments = self._make_segments(guessing=False)
+        self._guessing = self._make_segments(guessing=True)
         self._drafting = self._draft_segments()
-        for chain in (self._segments, self._guessing):
-            chain.extend(self._drafting[-1:])
+        if self._drafting:
+            logits = _Segment("logits", self._build_logits, None, outputs=True)
+            self._segments.append(logits)
+            self._guessing.append(logits)
 
     def _allocate_buffers(self) -> None:
         hp, rows = self.model.hp, self.max_rows
@@ -129,45 +131,71 @@ class Forward:
             kernels[layer] = by_kind[kind]
         return kernels
 
-    def _make_segments(self) -> list[_Segment]:
-        last = self.model.hp.num_layers
-        missing = [layer for layer in range(last) if layer not in self.model.towers]
-        if missing:
-            raise UnsupportedModelError(f"layer {missing[0]} has no routed experts")
-        return [self._segment(i, guess=False) for i in range(last + 1)]
+    def _make_segments(self, *, guessing: bool) -> list[_Segment]:
+        """One segment up to each layer's routed experts, one for each layer without any, then the rest."""
+        model = self.model
+        routed = [layer for layer in model.towers if layer < model.hp.num_layers]
+        following = dict(zip(routed, routed[1:], strict=False)) if guessing else {}
+        segments = []
+        for layer in range(model.hp.num_layers):
+            guess = following.get(layer)
+            if layer in model.towers:
+                name = f"layer.{layer}{'' if guess is None else '.guess'}"
+                segments.append(_Segment(name, partial(self._build_front, layer=layer, guess=guess), layer, guess))
+            else:
+                segments.append(_Segment(f"layer.{layer}", partial(self._build_dense, layer=layer), None))
+        return [*segments, _Segment("last", self._build_last, None, outputs=model.draft_layer is None)]
 
-    def _segment(self, index: int, *, guess: bool) -> _Segment:
-        last = self.model.hp.num_layers
-        return _Segment(
-            f"segment.{index}{'.guess' if guess else ''}",
-            partial(self._build_segment, index=index, guess=guess),
-            index if index < last else None,
-            guess,
-            outputs=index == last and self.model.draft_layer is None,
-        )
+    def _enter(self, g: Graph, layer: int) -> Tensor:
+        """The residual stream that a layer gets: the embeddings, or what the layer before it left."""
+        if layer == 0:
+            return self.model.embed(g)
+        return self.model.join(g) if layer - 1 in self.model.towers else g.load("residual")
+
+    def _build_front(self, g: Graph, layer: int, guess: int | None) -> None:
+        self.model.front(g, layer, self._enter(g, layer), guess=guess)
+
+    def _build_dense(self, g: Graph, layer: int) -> None:
+        g.store("residual", self.model.dense_layer(g, layer, self._enter(g, layer)))
+
+    def _build_last(self, g: Graph) -> None:
+        model, x = self.model, self._enter(g, self.model.hp.num_layers)
+        if model.draft_layer is None:
+            g.store("logits", model.logits(g, model.final_norm(g, g.select_outputs(x))))
+        else:
+            g.store("hidden", model.final_norm(g, x))
+
+    def _build_logits(self, g: Graph) -> None:
+        g.store("logits", self.model.logits(g, g.select_outputs(g.load("hidden"))))
+
+    def _read_biases(self) -> dict[int, NDArray[np.float32]]:
+        """What is added to the routers' scores, which the host computes with."""
+        biases = {}
+        for layer in self.model.towers:
+            if (name := self.model.router_bias(layer)) is not None:
+                info = self.model.file.tensors[name]
+                if info.type.name != "F32" or info.shape != (self.model.hp.num_experts,):
+                    raise UnsupportedModelError(
+                        f"{name} is {info.type.name} {list(info.shape)}, expected one F32 an expert"
+                    )
+                biases[layer] = np.empty(info.shape, np.float32)
+                self.model.file.read_tensor(name, biases[layer].data.cast("B"))
+        return biases
 
     def _draft_segments(self) -> list[_Segment]:
-        """The draft layer's own chain; its last segment is the trunk's too."""
+        """The draft layer's own chain."""
         model, layer = self.model, self.model.draft_layer
         if layer is None:
             return []
+
+        def last(g: Graph) -> Tensor:
+            return g.select_outputs(g.load("hidden"))
+
         return [
             _Segment("draft.layer", lambda g: model.front(g, layer, model.draft_input(g)), layer),
             _Segment("draft.hidden", lambda g: g.store("hidden", model.draft_norm(g, model.join(g))), None),
-            _Segment("logits", self._build_logits, None, outputs=True),
+            _Segment("draft.logits", lambda g: g.store("logits", model.draft_logits(g, last(g))), None, outputs=True),
         ]
-
-    def _build_logits(self, g: Graph) -> None:
-        g.store("logits", g.linear(g.select_outputs(g.load("hidden")), self.model.head_weight))
-
-    def _build_segment(self, g: Graph, index: int, guess: bool) -> None:
-        x = self.model.embed(g) if index == 0 else self.model.join(g)
-        if index < self.model.hp.num_layers:
-            self.model.front(g, index, x, guess=guess)
-        elif self.model.draft_layer is None:
-            g.store("logits", self.model.head(g, x))
-        else:
-            g.store("hidden", self.model.final_norm(g, x))
 
     def prepare(self) -> None:
         """Compiles every segment for the widest batch and for one token: a model that cannot run says so here."""
@@ -231,11 +259,14 @@ class Forward:
     def _run_experts(self, segment: _Segment, rows: int) -> None:
         layer, backend, lane = segment.layer, self._backend, self._lane
         assert layer is not None
-        ids, backend.host("expert_weights")[:rows] = route(backend.host("router")[:rows], self.model.router)
+        rule, biases = self.model.router, self._biases
+        logits = backend.host("router")[:rows]
+        ids, backend.host("expert_weights")[:rows] = route(logits, rule, biases.get(layer))
         kernel = self._kernels[layer]
         kernel.begin(rows)
-        if segment.guess:
-            lane.look_ahead(layer + 1, route(backend.host("guess")[:rows], self.model.router)[0])
+        if segment.guess is not None:
+            guess = route(backend.host("guess")[:rows], rule, biases.get(segment.guess))[0]
+            lane.look_ahead(segment.guess, guess)
         lane.run_layer(layer, ids, kernel)
 
     def close(self) -> None:

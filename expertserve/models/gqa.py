@@ -5,6 +5,7 @@ A family states its RoPE pairing and how Q and K are normalised; biases are used
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from enum import Enum
 from typing import ClassVar
@@ -17,18 +18,19 @@ from expertserve.ops.base import Graph, KVLayout, RopeStyle, Tensor
 
 
 class QKNorm(Enum):
-    """Over what Q and K are RMS-normalised before rotation."""
+    """Over what Q and K are RMS-normalised, before rotation or after it."""
 
     NONE = "none"
     HEAD = "head"
     ROW = "row"
+    ROTATED_HEAD = "rotated head"
 
 
 class GqaModel(Model):
     """Decoder with grouped-query attention and routed experts in every layer."""
 
     rope_style: ClassVar[RopeStyle] = RopeStyle.NEOX
-    qk_norm: ClassVar[QKNorm] = QKNorm.NONE
+    qk_norm: QKNorm = QKNorm.NONE
 
     def __init__(self, file: GGUFFile, towers: Mapping[int, ExpertTower], *, draft: bool = False) -> None:
         super().__init__(file, towers, draft=draft)
@@ -37,21 +39,30 @@ class GqaModel(Model):
 
     def attention(self, g: Graph, layer: int, x: Tensor) -> Tensor:
         hp, p = self.hp, f"blk.{layer}."
-        q = self._project(g, p + "attn_q", x, hp.num_heads, hp.k_dim, rotate=True)
-        k = self._project(g, p + "attn_k", x, hp.num_kv_heads, hp.k_dim, rotate=True)
-        v = self._project(g, p + "attn_v", x, hp.num_kv_heads, hp.v_dim, rotate=False)
+        heads = ((hp.num_heads, hp.k_dim), (hp.num_kv_heads, hp.k_dim), (hp.num_kv_heads, hp.v_dim))
+        if self.has(p + "attn_qkv.weight"):
+            fused = g.linear(x, p + "attn_qkv.weight", self._optional(p + "attn_qkv.bias"))
+            ends = list(itertools.accumulate((n * dim for n, dim in heads), initial=0))
+            projected = [g.part(fused, ends[i], ends[i + 1]) for i in range(3)]
+        else:
+            names = [f"{p}attn_{role}" for role in "qkv"]
+            projected = [g.linear(x, f"{name}.weight", self._optional(f"{name}.bias")) for name in names]
+        q = self._rotated(g, p + "attn_q_norm.weight", projected[0], *heads[0])
+        k = self._rotated(g, p + "attn_k_norm.weight", projected[1], *heads[1])
+        v = g.reshape(projected[2], (g.rows, *heads[2]))
         kv = KVLayout(layer, hp.num_kv_heads, hp.k_dim, hp.v_dim)
         out = g.attention(q, k, v, kv, self.attention_scale)
         return g.linear(out, p + "attn_output.weight", self._optional(p + "attn_output.bias"))
 
-    def _project(self, g: Graph, name: str, x: Tensor, heads: int, dim: int, *, rotate: bool) -> Tensor:
-        out = g.linear(x, name + ".weight", self._optional(name + ".bias"))
-        if rotate and self.qk_norm is QKNorm.ROW:
-            out = g.rms_norm(out, name + "_norm.weight", self.hp.eps)
-        out = g.reshape(out, (g.rows, heads, dim))
-        if rotate and self.qk_norm is QKNorm.HEAD:
-            out = g.rms_norm(out, name + "_norm.weight", self.hp.eps)
-        return g.rope(out, self.rope) if rotate else out
+    def _rotated(self, g: Graph, norm: str, x: Tensor, heads: int, dim: int) -> Tensor:
+        """Q or K in heads, normalised as the family has it, and rotated."""
+        if self.qk_norm is QKNorm.ROW:
+            x = g.rms_norm(x, norm, self.hp.eps)
+        x = g.reshape(x, (g.rows, heads, dim))
+        if self.qk_norm is QKNorm.HEAD:
+            x = g.rms_norm(x, norm, self.hp.eps)
+        x = g.rope(x, self.rope)
+        return g.rms_norm(x, norm, self.hp.eps) if self.qk_norm is QKNorm.ROTATED_HEAD else x
 
     def _optional(self, name: str) -> str | None:
         return name if self.has(name) else None

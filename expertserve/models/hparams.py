@@ -111,9 +111,17 @@ def read_router_rule(file: GGUFFile, top_k: int, *, normalise: bool) -> RouterRu
     gating = file.get("expert_gating_func", Gating.SOFTMAX.value) or Gating.SOFTMAX.value
     if gating not in [g.value for g in Gating]:
         raise UnsupportedModelError(f"expert_gating_func {gating!r} is not supported")
+    groups = read_count(file, "expert_group_count", 1)
+    groups_used, experts = read_count(file, "expert_group_used_count", groups), read_count(file, "expert_count")
+    if experts % groups or groups_used > groups or top_k > groups_used * (experts // groups):
+        raise GGUFError(
+            f"{file.paths[0].name}: {top_k} of {experts} experts do not come from {groups_used} of {groups} groups"
+        )
     return RouterRule(
         top_k=top_k,
         gating=Gating(gating),
         normalise=bool(file.get("expert_weights_norm", normalise)),
         scale=read_float(file, "expert_weights_scale", 1.0) or 1.0,
+        groups=groups,
+        groups_used=groups_used,
     )

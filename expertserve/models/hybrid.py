@@ -25,26 +25,12 @@ class HybridModel(GqaModel):
     """
 
     qk_norm = QKNorm.HEAD
-    has_shared_expert = True
     ffn_norm = "post_attention_norm"
     grouped_heads: ClassVar[bool]
 
     def __init__(self, file: GGUFFile, towers: Mapping[int, ExpertTower], *, draft: bool = False) -> None:
         super().__init__(file, towers, draft=draft)
         self.delta = self._read_layouts()
-
-    @property
-    def drafts(self) -> bool:
-        return self.has(f"blk.{self.hp.num_layers}.nextn.eh_proj.weight")
-
-    def draft_input(self, g: Graph) -> Tensor:
-        p = f"blk.{self.draft_layer}.nextn."
-        token = g.rms_norm(self.embed(g), p + "enorm.weight", self.hp.eps)
-        hidden = g.rms_norm(g.load("draft_hidden"), p + "hnorm.weight", self.hp.eps)
-        return g.linear(g.concat(token, hidden), p + "eh_proj.weight")
-
-    def draft_norm(self, g: Graph, x: Tensor) -> Tensor:
-        return g.rms_norm(x, f"blk.{self.draft_layer}.nextn.shared_head_norm.weight", self.hp.eps)
 
     def kv_layouts(self) -> Sequence[KVLayout]:
         return [kv for kv in super().kv_layouts() if kv.layer not in self.delta]
@@ -81,18 +67,12 @@ class HybridModel(GqaModel):
             q_gate, k, v = (g.linear(x, f"{p}attn_{role}.weight") for role in "qkv")
         q_gate = g.reshape(q_gate, (g.rows, hp.num_heads, 2 * hp.k_dim))
         gate = g.reshape(g.part(q_gate, hp.k_dim, 2 * hp.k_dim), (g.rows, hp.num_heads * hp.k_dim))
-        q = self._rotated(g, p + "attn_q_norm.weight", g.part(q_gate, 0, hp.k_dim))
-        k = self._rotated(g, p + "attn_k_norm.weight", g.reshape(k, (g.rows, hp.num_kv_heads, hp.k_dim)))
+        q = self._rotated(g, p + "attn_q_norm.weight", g.part(q_gate, 0, hp.k_dim), hp.num_heads, hp.k_dim)
+        k = self._rotated(g, p + "attn_k_norm.weight", k, hp.num_kv_heads, hp.k_dim)
         v = g.reshape(v, (g.rows, hp.num_kv_heads, hp.v_dim))
         kv = KVLayout(layer, hp.num_kv_heads, hp.k_dim, hp.v_dim)
         out = g.attention(q, k, v, kv, self.attention_scale)
         return g.linear(g.mul(out, g.sigmoid(gate)), p + "attn_output.weight")
-
-    def _rotated(self, g: Graph, norm: str, x: Tensor) -> Tensor:
-        return g.rope(g.rms_norm(x, norm, self.hp.eps), self.rope)
-
-    def shared_expert(self, g: Graph, layer: int, x: Tensor) -> Tensor:
-        return self.gated_shared_expert(g, layer, x)
 
     def _read_layouts(self) -> dict[int, RecurrentLayout]:
         """The layout of each recurrent layer, from the file's `ssm` keys."""

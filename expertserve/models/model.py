@@ -15,7 +15,7 @@ from expertserve.errors import UnsupportedModelError
 from expertserve.experts.router import RouterRule
 from expertserve.gguf.file import GGUFFile, TensorInfo
 from expertserve.gguf.spans import ExpertTower
-from expertserve.models.hparams import HParams, read_hparams, read_router_rule
+from expertserve.models.hparams import HParams, read_float, read_hparams, read_router_rule
 from expertserve.ops.base import Activation, ExpertShape, Graph, KVLayout, RecurrentLayout, Tensor
 
 
@@ -30,13 +30,21 @@ class Model(ABC):
         """With `draft` the layer after the trunk is part of it, which predicts one token further ahead.
 
         Raises:
-            UnsupportedModelError: the family has no use for such a layer, or the file has none.
+            UnsupportedModelError: there is no such layer in the file, or one of the trunk has no feed-forward.
         """
         self.file = file
         self.hp: HParams = read_hparams(file)
         self.draft_layer = self._find_draft_layer() if draft else None
         self.towers = {layer: towers[layer] for layer in sorted(towers) if self._takes_part(layer)}
         self._routed = {part.name for tower in towers.values() for part in tower.slices}
+        self.embedding_scale = read_float(file, "embedding_scale", 1.0) or 1.0
+        self.residual_scale = read_float(file, "residual_scale", 1.0) or 1.0
+        self.logit_scale = read_float(file, "logit_scale", 1.0) or 1.0
+        for layer in range(self.hp.num_layers):
+            if layer not in self.towers and not self.has(f"blk.{layer}.ffn_up.weight"):
+                raise UnsupportedModelError(
+                    f"{file.paths[0].name}: layer {layer} has neither routed experts nor a dense feed-forward"
+                )
         self.router: RouterRule = read_router_rule(file, self.hp.top_k, normalise=self.normalise_router)
 
     @property
@@ -52,12 +60,17 @@ class Model(ABC):
     @property
     def has_shared_expert(self) -> bool:
         """Whether every token also passes through an always-resident expert."""
-        return False
+        return any(self.has(f"blk.{layer}.ffn_up_shexp.weight") for layer in self.towers)
+
+    def router_bias(self, layer: int) -> str | None:
+        """The weight added to a layer's scores for the choice of experts, where the file has one."""
+        name = f"blk.{layer}.exp_probs_b.bias"
+        return name if self.has(name) else None
 
     @property
     def drafts(self) -> bool:
-        """Whether the family can use a layer that predicts further ahead, and the file has one."""
-        return False
+        """Whether the file has a layer that predicts further ahead."""
+        return self.has(f"blk.{self.hp.num_layers}.nextn.eh_proj.weight")
 
     def _find_draft_layer(self) -> int:
         if not self.drafts:
@@ -101,67 +114,92 @@ class Model(ABC):
 
     def embed(self, g: Graph) -> Tensor:
         """Token ids to the residual stream [rows, hidden]."""
-        return g.embed("token_embd.weight")
+        return self._scaled(g, g.embed("token_embd.weight"), self.embedding_scale)
 
     @abstractmethod
     def attention(self, g: Graph, layer: int, x: Tensor) -> Tensor:
         """The attention block's output [rows, hidden] for normalised input x."""
 
-    def front(self, g: Graph, layer: int, x: Tensor, *, guess: bool = False) -> None:
+    def front(self, g: Graph, layer: int, x: Tensor, *, guess: int | None = None) -> None:
         """Everything of a layer before its routed experts; leaves `residual`, `ffn_input`, `router` (and `shared`).
 
-        With `guess` it also leaves in `guess` what the next layer's router makes of this layer's hidden state.
+        It also leaves in `guess` what the router of the layer `guess` makes of this layer's hidden state.
         """
-        p = f"blk.{layer}."
-        attended = self.attention(g, layer, g.rms_norm(x, p + "attn_norm.weight", self.hp.eps))
-        residual = g.add(attended, x)
-        ffn_input = g.rms_norm(residual, f"{p}{self.ffn_norm}.weight", self.hp.eps)
+        residual, ffn_input = self._attend(g, layer, x)
         g.store("residual", residual)
         g.store("ffn_input", ffn_input)
         g.store("router", self.router_logits(g, layer, ffn_input))
         if self.has_shared_expert:
             g.store("shared", self.shared_expert(g, layer, ffn_input))
-        if guess:
-            expected = g.rms_norm(residual, f"blk.{layer + 1}.{self.ffn_norm}.weight", self.hp.eps)
-            g.store("guess", self.router_logits(g, layer + 1, expected))
+        if guess is not None:
+            expected = g.rms_norm(residual, f"blk.{guess}.{self.ffn_norm}.weight", self.hp.eps)
+            g.store("guess", self.router_logits(g, guess, expected))
+
+    def dense_layer(self, g: Graph, layer: int, x: Tensor) -> Tensor:
+        """The residual stream after a layer that has no routed experts."""
+        residual, ffn_input = self._attend(g, layer, x)
+        out = self._feed_forward(g, f"blk.{layer}.ffn_", "", ffn_input)
+        return g.add(self._scaled(g, out, self.residual_scale), residual)
+
+    def _attend(self, g: Graph, layer: int, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The residual stream after a layer's attention, and what its feed-forward gets."""
+        p = f"blk.{layer}."
+        attended = self.attention(g, layer, g.rms_norm(x, p + "attn_norm.weight", self.hp.eps))
+        residual = g.add(self._scaled(g, attended, self.residual_scale), x)
+        return residual, g.rms_norm(residual, f"{p}{self.ffn_norm}.weight", self.hp.eps)
 
     def router_logits(self, g: Graph, layer: int, x: Tensor) -> Tensor:
         """The router's logits [rows, experts] for the experts' input x."""
         return g.linear(x, f"blk.{layer}.ffn_gate_inp.weight")
 
     def shared_expert(self, g: Graph, layer: int, x: Tensor) -> Tensor:
-        """The shared expert's output [rows, hidden]; asked for only where `has_shared_expert`."""
-        raise AssertionError(f"{type(self).__name__} has no shared expert")
-
-    def gated_shared_expert(self, g: Graph, layer: int, x: Tensor) -> Tensor:
-        """A shared expert behind a sigmoid gate of its own, for the families that have it so."""
+        """The shared expert's output [rows, hidden], behind a sigmoid gate of its own where the file has one."""
         p = f"blk.{layer}.ffn_"
-        h = g.gated(g.linear(x, p + "gate_shexp.weight"), g.linear(x, p + "up_shexp.weight"), self.activation)
-        gate = g.sigmoid(g.linear(x, p + "gate_inp_shexp.weight"))
-        return g.mul(g.linear(h, p + "down_shexp.weight"), gate)
+        out = self._feed_forward(g, p, "_shexp", x)
+        if not self.has(p + "gate_inp_shexp.weight"):
+            return out
+        return g.mul(out, g.sigmoid(g.linear(x, p + "gate_inp_shexp.weight")))
+
+    def _feed_forward(self, g: Graph, p: str, suffix: str, x: Tensor) -> Tensor:
+        gate, up = (g.linear(x, f"{p}{role}{suffix}.weight") for role in ("gate", "up"))
+        return g.linear(g.gated(gate, up, self.activation), f"{p}down{suffix}.weight")
 
     def draft_input(self, g: Graph) -> Tensor:
         """The draft layer's residual stream, from the tokens and the buffer `draft_hidden`."""
-        raise AssertionError(f"{type(self).__name__} does not draft")
+        p = f"blk.{self.draft_layer}.nextn."
+        own = self.has(p + "embed_tokens.weight")
+        token = g.rms_norm(
+            g.embed(p + "embed_tokens.weight") if own else self.embed(g), p + "enorm.weight", self.hp.eps
+        )
+        hidden = g.rms_norm(g.load("draft_hidden"), p + "hnorm.weight", self.hp.eps)
+        return g.linear(g.concat(token, hidden), p + "eh_proj.weight")
 
     def draft_norm(self, g: Graph, x: Tensor) -> Tensor:
-        """The draft layer's final norm: what the output matrix gets, and what the next draft starts from."""
-        raise AssertionError(f"{type(self).__name__} does not draft")
+        """The draft layer's final norm: what its output matrix gets, and what the next draft starts from."""
+        return g.rms_norm(x, f"blk.{self.draft_layer}.nextn.shared_head_norm.weight", self.hp.eps)
+
+    def draft_logits(self, g: Graph, x: Tensor) -> Tensor:
+        """Logits of what `draft_norm` gave, by the draft layer's own output matrix where it has one."""
+        own = f"blk.{self.draft_layer}.nextn.shared_head_head.weight"
+        return g.linear(x, own) if self.has(own) else self.logits(g, x)
 
     def join(self, g: Graph) -> Tensor:
         """The residual stream after a layer's experts: their weighted sum, the shared expert, the residual."""
         out = g.combine_experts(self.hp.hidden, self.hp.top_k)
         if self.has_shared_expert:
             out = g.add(out, g.load("shared"))
-        return g.add(out, g.load("residual"))
-
-    def head(self, g: Graph, x: Tensor) -> Tensor:
-        """Logits [outputs, vocab] of the rows the batch asks for."""
-        return g.linear(self.final_norm(g, g.select_outputs(x)), self.head_weight)
+        return g.add(self._scaled(g, out, self.residual_scale), g.load("residual"))
 
     def final_norm(self, g: Graph, x: Tensor) -> Tensor:
         """What the output matrix gets for the residual stream x."""
         return g.rms_norm(x, "output_norm.weight", self.hp.eps)
+
+    def logits(self, g: Graph, x: Tensor) -> Tensor:
+        """Logits [.., vocab] of what `final_norm` gave."""
+        return self._scaled(g, g.linear(x, self.head_weight), 1.0 / self.logit_scale)
+
+    def _scaled(self, g: Graph, x: Tensor, factor: float) -> Tensor:
+        return x if factor == 1.0 else g.scale(x, factor)
 
 
 def _layer_of(name: str) -> int:

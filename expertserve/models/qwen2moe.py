@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from expertserve.models.gqa import GqaModel
 from expertserve.models.registry import register
-from expertserve.ops.base import Graph, Tensor
 
 
 @register("qwen2moe")
@@ -12,7 +11,3 @@ class Qwen2Moe(GqaModel):
     """Order of operations of Qwen2-57B-A14B."""
 
     normalise_router = False
-    has_shared_expert = True
-
-    def shared_expert(self, g: Graph, layer: int, x: Tensor) -> Tensor:
-        return self.gated_shared_expert(g, layer, x)

@@ -22,6 +22,12 @@ FAMILIES = (
     "qwen35moe",
     "qwen35moe-fused",
     "qwen3next-mtp",
+    "minimax-m2",
+    "granitemoe",
+    "hunyuan-moe",
+    "ernie4_5-moe",
+    "bailingmoe2",
+    "glm4moe-nextn",
 )
 ORACLE = Path(__file__).parents[2].parent / "shared" / "oracle"
 FIXTURES = sorted(

@@ -14,7 +14,7 @@ from tests.parity.oracle import ORACLE, assert_parity, reference
 
 FIXTURES = sorted(
     str(path.relative_to(ORACLE))
-    for family in ("qwen35moe", "qwen35moe-fused", "qwen3next-mtp")
+    for family in ("qwen35moe", "qwen35moe-fused", "qwen3next-mtp", "glm4moe-nextn")
     for path in (ORACLE / family).glob("model-*.gguf")
 )
 pytestmark = [

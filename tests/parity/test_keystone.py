@@ -33,6 +33,12 @@ FIXTURES = [
     "qwen35moe/model-q4_k.gguf",
     "qwen35moe-fused/model-q4_k.gguf",
     "qwen3next-mtp/model-q4_k.gguf",
+    "minimax-m2/model-q4_k.gguf",
+    "granitemoe/model-q4_k.gguf",
+    "hunyuan-moe/model-q4_k.gguf",
+    "ernie4_5-moe/model-q4_k.gguf",
+    "bailingmoe2/model-q4_k.gguf",
+    "glm4moe-nextn/model-q4_k.gguf",
 ]
 DECODED = 5
 SPAN = 640  # cells of a sequence
