@@ -131,7 +131,7 @@ def _on_abort(message: str) -> None:
 
 def kv_bytes(model: Model, kv_type: KVType, cells: int) -> int:
     """Bytes of a KV cache of `cells` tokens."""
-    return cells * sum(kv_type.row_bytes(kv.num_heads * (kv.k_dim + kv.v_dim)) for kv in model.kv_layouts())
+    return cells * sum(layout.cell_bytes(kv_type) for layout in model.kv_layouts())
 
 
 def state_bytes(model: Model) -> int:

@@ -71,12 +71,21 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """One layer's part of the KV cache: heads and elements a head of K and of V."""
+    """One layer's part of the KV cache: heads and elements a head of K and of V.
+
+    Attributes:
+        values_in_keys: a value is the first `v_dim` elements of its key, and is not kept twice; for one head only.
+    """
 
     layer: int
     num_heads: int
     k_dim: int
     v_dim: int
+    values_in_keys: bool = False
+
+    def cell_bytes(self, kv_type: KVType) -> int:
+        """Bytes of one token."""
+        return kv_type.row_bytes(self.num_heads * (self.k_dim + (0 if self.values_in_keys else self.v_dim)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +166,10 @@ class Graph(ABC):
         """x [.., in] times weight [out, in] transposed, plus bias [out]; a weight [in] is one output."""
 
     @abstractmethod
+    def head_linear(self, x: Tensor, weight: str) -> Tensor:
+        """x [rows, heads, in], each head times its own matrix of weight [heads, out, in], transposed."""
+
+    @abstractmethod
     def rms_norm(self, x: Tensor, weight: str | None, eps: float) -> Tensor:
         """x / sqrt(mean(x^2) + eps) * weight over the last axis (arXiv:1910.07467)."""
 
@@ -198,17 +211,18 @@ class Graph(ABC):
 
     @abstractmethod
     def concat(self, a: Tensor, b: Tensor) -> Tensor:
-        """a [rows, n] and b [rows, m] side by side: [rows, n + m]."""
+        """a [.., n] and b [.., m] side by side: [.., n + m]; a single head of b [rows, 1, m] goes beside each of a."""
 
     @abstractmethod
     def rope(self, x: Tensor, rope: Rope) -> Tensor:
         """x [rows, heads, dim] rotated by the batch's positions."""
 
     @abstractmethod
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, kv: KVLayout, scale: float) -> Tensor:
+    def attention(self, q: Tensor, k: Tensor, v: Tensor | None, kv: KVLayout, scale: float) -> Tensor:
         """Writes k and v [rows, kv heads, dim] to the batch's KV cells, then attends through the batch's mask.
 
-        q is [rows, heads, k_dim]; query head i reads KV head i // (heads / kv heads). Returns [rows, heads * v_dim].
+        q is [rows, heads, k_dim]; query head i reads KV head i // (heads / kv heads). v is None exactly where values
+        lie in keys. Returns [rows, heads * v_dim].
         """
 
     @abstractmethod

@@ -114,6 +114,12 @@ class NumpyGraph(base.Graph):
         out = _a(x) @ np.atleast_2d(w).T
         return NumpyTensor(out if bias is None else out + self._b.weight(bias))
 
+    def head_linear(self, x: Tensor, weight: str) -> Tensor:
+        w = self._b.weight(weight)
+        if w.ndim != 3 or (w.shape[0], w.shape[2]) != x.shape[1:]:
+            raise UnsupportedModelError(f"{weight} has shape {list(w.shape)}, expected {[x.shape[1], '*', x.shape[2]]}")
+        return NumpyTensor(np.einsum("rhi,hoi->rho", _a(x), w))
+
     def rms_norm(self, x: Tensor, weight: str | None, eps: float) -> Tensor:
         a = _a(x)
         out = a / np.sqrt(np.mean(a * a, axis=-1, keepdims=True) + eps)
@@ -147,7 +153,7 @@ class NumpyGraph(base.Graph):
         return NumpyTensor(_a(x)[..., start:stop])
 
     def concat(self, a: Tensor, b: Tensor) -> Tensor:
-        return NumpyTensor(np.concatenate([_a(a), _a(b)], axis=-1))
+        return NumpyTensor(np.concatenate([_a(a), np.broadcast_to(_a(b), (*a.shape[:-1], b.shape[-1]))], axis=-1))
 
     def rope(self, x: Tensor, rope: Rope) -> Tensor:
         factors = None if rope.freq_factors is None else self._b.weight(rope.freq_factors)
@@ -164,10 +170,12 @@ class NumpyGraph(base.Graph):
         out[..., second] = a * sin + b * cos
         return NumpyTensor(out)
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, kv: KVLayout, scale: float) -> Tensor:
+    def attention(self, q: Tensor, k: Tensor, v: Tensor | None, kv: KVLayout, scale: float) -> Tensor:
         keys, values = self._b.kv(kv.layer)
         cells = self._rows("cells")
-        keys[cells], values[cells] = _a(k), _a(v)
+        keys[cells] = _a(k)
+        if v is not None:
+            values[cells] = _a(v)
         n_kv = self._b.mask.shape[1]
         repeat = q.shape[1] // kv.num_heads
         ks = keys[:n_kv].astype(np.float32).repeat(repeat, axis=1)
@@ -293,7 +301,7 @@ class ReferenceBackend(base.Backend):
             raise UnsupportedModelError("the reference device has no q8_0 KV cache: use --kv-type f16 or f32")
         for kv in layouts:
             k = np.zeros((cells, kv.num_heads, kv.k_dim), kv_type.value.replace("f", "float"))
-            v = np.zeros((cells, kv.num_heads, kv.v_dim), k.dtype)
+            v = k[..., : kv.v_dim] if kv.values_in_keys else np.zeros((cells, kv.num_heads, kv.v_dim), k.dtype)
             self._kv[kv.layer] = k, v
 
     def allocate_states(self, layouts: Sequence[RecurrentLayout], slots: int) -> None:

@@ -28,6 +28,8 @@ FAMILIES = (
     "ernie4_5-moe",
     "bailingmoe2",
     "glm4moe-nextn",
+    "deepseek2-lite",
+    "deepseek2-v3",
 )
 ORACLE = Path(__file__).parents[2].parent / "shared" / "oracle"
 FIXTURES = sorted(

@@ -39,6 +39,7 @@ FIXTURES = [
     "ernie4_5-moe/model-q4_k.gguf",
     "bailingmoe2/model-q4_k.gguf",
     "glm4moe-nextn/model-q4_k.gguf",
+    "deepseek2-v3/model-q4_k.gguf",
 ]
 DECODED = 5
 SPAN = 640  # cells of a sequence

@@ -113,14 +113,14 @@ class GgmlBackend(base.Backend):
         context = self.context(2 * len(layouts))
         for layout in layouts:
             pair = []
-            for dim in (layout.k_dim, layout.v_dim):
+            for dim in (layout.k_dim,) if layout.values_in_keys else (layout.k_dim, layout.v_dim):
                 if kv_type is KVType.Q8_0 and dim % 32:
                     raise UnsupportedModelError(f"a q8_0 KV cache needs heads of a multiple of 32, not {dim}")
                 tensor = ggml.ggml_new_tensor_2d(context, KV_TYPES[kv_type], layout.num_heads * dim, cells)
                 memory = self._allocate(cells * kv_type.row_bytes(layout.num_heads * dim))
                 tensor.contents.data = memory.address
                 pair.append(tensor)
-            self._kv[layout.layer] = (pair[0], pair[1])
+            self._kv[layout.layer] = (pair[0], pair[-1])
 
     def allocate_states(self, layouts: Sequence[RecurrentLayout], slots: int) -> None:
         for layout in layouts:
@@ -162,7 +162,7 @@ class GgmlBackend(base.Backend):
             raise UnsupportedModelError(f"the file has no tensor {name}, which its architecture needs") from None
 
     def kv(self, layer: int) -> tuple[Any, Any]:
-        """The K and V tensors of a layer, [cells, heads * dim] each."""
+        """The K and V tensors of a layer, [cells, heads * dim] each; one and the same where values lie in keys."""
         return self._kv[layer]
 
     def states(self, layer: int) -> tuple[int, int]:

@@ -143,6 +143,17 @@ class GgmlGraph(base.Graph):
             out = ggml.ggml_add(self.ctx, out, self._weight(bias, n_out))
         return self._new(out, (*x.shape[:-1], n_out))
 
+    def head_linear(self, x: Tensor, weight: str) -> Tensor:
+        assert isinstance(x, GgmlTensor) and len(x.shape) == 3
+        w = self._backend.weight(weight)
+        require(
+            len(w.shape) == 3 and (w.shape[0], w.shape[2]) == x.shape[1:],
+            f"{weight} has shape {list(w.shape)}, expected {[x.shape[1], '*', x.shape[2]]}",
+        )
+        by_head = ggml.ggml_mul_mat(self.ctx, w.ptr, ggml.ggml_permute(self.ctx, x.ptr, 0, 2, 1, 3))
+        out = ggml.ggml_cont(self.ctx, ggml.ggml_permute(self.ctx, by_head, 0, 2, 1, 3))
+        return self._new(out, (*x.shape[:2], w.shape[1]))
+
     def _tiled_product(self, m: Matrix, w: GgmlTensor, x: GgmlTensor, n_out: int) -> Any:
         """A product with many rows by our tiled kernel: one operator converts the rows, one multiplies."""
         rows, n = x.shape
@@ -220,9 +231,12 @@ class GgmlGraph(base.Graph):
         return self._new(ggml.ggml_cont(self.ctx, view), (*x.shape[:-1], stop - start))
 
     def concat(self, a: Tensor, b: Tensor) -> Tensor:
-        assert isinstance(a, GgmlTensor) and isinstance(b, GgmlTensor) and a.shape[:-1] == b.shape[:-1]
-        shape = (*a.shape[:-1], a.shape[-1] + b.shape[-1])
-        return self._new(ggml.ggml_concat(self.ctx, a.ptr, b.ptr, 0), shape)
+        assert isinstance(a, GgmlTensor) and isinstance(b, GgmlTensor)
+        assert b.shape[:-1] in (a.shape[:-1], (self.rows, 1)), (a.shape, b.shape)
+        other = b.ptr
+        if b.shape[:-1] != a.shape[:-1]:
+            other = ggml.ggml_repeat_4d(self.ctx, other, b.shape[-1], a.shape[1], self.rows, 1)
+        return self._new(ggml.ggml_concat(self.ctx, a.ptr, other, 0), (*a.shape[:-1], a.shape[-1] + b.shape[-1]))
 
     def rope(self, x: Tensor, rope: Rope) -> Tensor:
         assert isinstance(x, GgmlTensor) and len(x.shape) == 3
@@ -248,8 +262,8 @@ class GgmlGraph(base.Graph):
         )
         return self._new(out, x.shape)
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, kv: KVLayout, scale: float) -> Tensor:
-        assert isinstance(q, GgmlTensor) and isinstance(k, GgmlTensor) and isinstance(v, GgmlTensor)
+    def attention(self, q: Tensor, k: Tensor, v: Tensor | None, kv: KVLayout, scale: float) -> Tensor:
+        assert isinstance(q, GgmlTensor) and (v is None) == kv.values_in_keys
         heads = q.shape[1]
         require(q.shape[2] == kv.k_dim, f"query heads of {q.shape[2]} elements meet keys of {kv.k_dim}")
         require(heads % kv.num_heads == 0, f"{heads} query heads do not divide among {kv.num_heads} KV heads")
@@ -257,6 +271,9 @@ class GgmlGraph(base.Graph):
         c, caches = self.ctx, self._backend.kv(kv.layer)
         cells = self._rows_input("cells", ggml.GGML_TYPE_I64)
         for x, cache, dim in zip((k, v), caches, (kv.k_dim, kv.v_dim), strict=True):
+            if x is None:
+                continue
+            assert isinstance(x, GgmlTensor)
             row = ggml.ggml_reshape_2d(c, x.ptr, kv.num_heads * dim, self.rows)
             ggml.ggml_build_forward_expand(self.graph, ggml.ggml_set_rows(c, cache, row, cells))
         half = caches[0].contents.type == ggml.GGML_TYPE_F16

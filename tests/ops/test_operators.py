@@ -1,0 +1,115 @@
+"""The CPU's operators against the plain ones in float32: only the order of sums differs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from expertserve.gguf.file import TensorInfo, TensorType
+from expertserve.ops.base import Graph, KVLayout, KVType, Tensor
+from expertserve.ops.factory import make_backend
+
+Array = NDArray[np.float32]
+N_KV = 256
+
+
+def random(*shape: int, seed: int = 0) -> Array:
+    return np.random.default_rng([seed, *shape]).standard_normal(shape, np.float32)
+
+
+@dataclass
+class World:
+    """What a graph computes with: inputs [rows, ..] by buffer, float32 weights by name, a KV cache."""
+
+    inputs: dict[str, Array]
+    weights: dict[str, Array] = field(default_factory=dict)
+    kv: Sequence[KVLayout] = ()
+
+    def run(self, device: str, build: Callable[[Graph], Tensor], *, flash: bool = False) -> Array:
+        """The value that `build` describes, computed twice: the second run must equal the first."""
+        rows = len(next(iter(self.inputs.values())))
+        backend = make_backend(device, threads=2, flash_attention=flash)
+        try:
+            infos = [TensorInfo(n, w.shape, TensorType.F32, 0, 0, w.nbytes) for n, w in self.weights.items()]
+            backend.load_weights(infos, self._read, lambda nbytes: None)
+            backend.allocate_kv(self.kv, N_KV, KVType.F16 if flash else KVType.F32)
+            cells = np.random.default_rng(1).permutation(N_KV)[:rows]
+            given = {**self.inputs, "cells": cells, "positions": 3 * np.arange(rows, dtype=np.int32)}
+            for name, values in given.items():
+                backend.allocate_buffer(name, values.shape, values.dtype)
+            backend.allocate_buffer("mask", (rows * N_KV,), np.float16)
+            shape: list[int] = []
+
+            def build_and_store(g: Graph) -> None:
+                out = build(g)
+                if not shape:
+                    shape.extend(out.shape)
+                    backend.allocate_buffer("out", shape, np.float32)
+                g.store("out", out)
+
+            found = []
+            for _ in range(2):
+                for name, values in given.items():
+                    backend.host(name)[:] = values
+                backend.begin_batch(rows, seen_by(cells), 1)
+                backend.compile("case", build_and_store).run()
+                found.append(backend.host("out").copy())
+            assert np.array_equal(*found) and np.isfinite(found[0]).all()
+            return found[0]
+        finally:
+            backend.close()
+
+    def _read(self, name: str, out: memoryview) -> None:
+        out[:] = self.weights[name].tobytes()
+
+
+def seen_by(cells: NDArray[np.int64]) -> NDArray[np.float16]:
+    """Each row sees its own cell and those of the rows before it."""
+    mask = np.full((len(cells), N_KV), -np.inf, np.float16)
+    for row in range(len(cells)):
+        mask[row, cells[: row + 1]] = 0
+    return mask
+
+
+def assert_agree(world: World, build: Callable[[Graph], Tensor], tolerance: float = 2e-5, **how: bool) -> Array:
+    ours, exact = world.run("cpu", build, **how), world.run("reference", build)
+    assert ours.shape == exact.shape
+    assert np.abs(ours - exact).max() <= tolerance * max(1.0, float(np.abs(exact).max()))
+    return ours
+
+
+@pytest.mark.parametrize("rows", [1, 5, 40])
+def test_each_head_meets_its_own_matrix(rows: int) -> None:
+    world = World({"x": random(rows, 3, 32)}, {"w": random(3, 24, 32)})
+    out = assert_agree(world, lambda g: g.head_linear(g.load("x"), "w"))
+    by_hand = np.stack([world.inputs["x"][:, h] @ world.weights["w"][h].T for h in range(3)], axis=1)
+    assert np.abs(out - by_hand).max() < 1e-4
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+@pytest.mark.parametrize("rows", [1, 5])
+def test_a_single_head_goes_beside_each(rows: int, heads: int) -> None:
+    world = World({"a": random(rows, 4, 16), "b": random(rows, heads, 8)})
+    out = assert_agree(world, lambda g: g.concat(g.load("a"), g.load("b")), 0)
+    assert np.array_equal(out[..., :16], world.inputs["a"])
+    assert np.array_equal(out[..., 16:], np.broadcast_to(world.inputs["b"], (rows, 4, 8)))
+
+
+@pytest.mark.parametrize(("flash", "tolerance"), [(False, 2e-5), (True, 2e-3)])
+@pytest.mark.parametrize("rows", [1, 7, 40])
+def test_values_may_lie_in_the_keys(rows: int, flash: bool, tolerance: float) -> None:
+    shared, apart = KVLayout(0, 1, 48, 32, values_in_keys=True), KVLayout(1, 1, 48, 32)
+    world = World({"q": random(rows, 6, 48), "k": random(rows, 1, 48)}, kv=[shared, apart])
+    found = [
+        assert_agree(world, build, tolerance, flash=flash)
+        for build in (
+            lambda g: g.attention(g.load("q"), g.load("k"), None, shared, 0.3),
+            lambda g: g.attention(g.load("q"), g.load("k"), g.part(g.load("k"), 0, 32), apart, 0.3),
+        )
+    ]
+    assert np.array_equal(*found)
+    assert shared.cell_bytes(KVType.F16) == 2 * 48 and apart.cell_bytes(KVType.F16) == 2 * 80
