@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -98,6 +99,10 @@ def _start(command: str, flags: dict[str, Any]) -> tuple[Settings, ExpertStats]:
     """Resolves the settings; from here on the process ends with the final statistics line, whatever happens."""
     settings = resolve(flags)
     prepare_libraries()
+    if settings.device == "auto":
+        from expertserve.ops.factory import best_device
+
+        settings = replace(settings, device=best_device())
     from expertserve.experts.final_line import install_final_line
     from expertserve.experts.stats import ExpertStats
 

@@ -49,6 +49,10 @@ def _fed(settings: Settings) -> str | None:
     return "feed says which tokens are run, once" if settings.feed else None
 
 
+def _on_gpu(settings: Settings) -> str | None:
+    return "the GPU computes" if settings.device == "cuda" else None
+
+
 def _raw(settings: Settings) -> str | None:
     return "raw gives the prompt to the model as it is" if settings.raw else None
 
@@ -60,13 +64,14 @@ class Settings:
     model: str = setting("", "The GGUF to serve (the first file of a split one), or `demo` for the embedded model.")
     device: Literal["auto", "cpu", "cuda", "reference"] = setting(
         "auto",
-        "Where the model computes; auto is the fastest device with kernels here, reference is slow NumPy.",
+        "Where the model computes; auto is cuda where a GPU can be used, else cpu; reference is slow NumPy.",
     )
     threads: int = setting(
         0,
         "CPU threads to compute with; 0 is the physical cores, more than those slows the kernels down.",
         short="-t",
         bounds={"ge": 0, "le": 1024},
+        inert=_on_gpu,
     )
     ctx: int | None = setting(
         None,
@@ -76,9 +81,11 @@ class Settings:
         bounds={"ge": 16},
     )
     kv_type: Literal["f16", "f32", "q8_0"] = setting(
-        "f16", "Element type of the KV cache; f32 is the most exact, q8_0 the smallest."
+        "f16", "Element type of the KV cache; f32 is the most exact, q8_0 the smallest (on the CPU only)."
     )
-    flash_attn: bool = setting(True, "Fused attention, which needs no score matrix; off is the plain reference path.")
+    flash_attn: bool = setting(
+        True, "Fused attention, which needs no score matrix; off is the plain reference path.", inert=_on_gpu
+    )
     chunk: int = setting(
         512,
         "Prompt tokens in one step; larger is faster for long prompts and makes running answers wait longer.",
@@ -364,8 +371,6 @@ def resolve(flags: Mapping[str, Any]) -> Settings:
     if not values["model"]:
         raise ConfigError(f"no model named: give MODEL (a GGUF file, or demo), or set {ENV_PREFIX}MODEL")
     values["threads"] = values["threads"] or physical_cores()
-    if values["device"] == "auto":
-        values["device"] = "cpu"  # the only device that this version has kernels for
     return Settings(**values, origin=origin)
 
 

@@ -26,7 +26,7 @@ from expertserve.gguf.file import GGUFFile
 from expertserve.models.forward import Forward
 from expertserve.models.model import Model
 from expertserve.models.registry import load_model as describe_model
-from expertserve.ops.base import KVType
+from expertserve.ops.base import Backend, KVType
 from expertserve.ops.factory import make_backend
 from expertserve.text.chat_template import ChatTemplate
 from expertserve.text.tokenizer import Tokenizer
@@ -73,8 +73,7 @@ def load_model(settings: Settings, stats: ExpertStats) -> LoadedModel:
         opened.callback(backend.close)
         dense = model.dense_weights()
         backend.check(dense, model.towers.values())
-        memory = available_memory()
-        left = memory.nbytes - memory.reserve_bytes - sum(info.nbytes for info in dense)
+        left = _memory_left(backend) - sum(info.nbytes for info in dense)
         kv_type = KVType(settings.kv_type)
         context = min(settings.ctx or _default_context(model, kv_type, left), model.hp.context_length)
         if settings.ctx and settings.ctx > context:
@@ -127,6 +126,15 @@ def _on_abort(message: str) -> None:
     """The kernel library ends the process after this; its reason and the statistics are said first."""
     write_line(f"error: a kernel failed: {message}")
     flush_final_line()
+
+
+def _memory_left(backend: Backend) -> int:
+    """Bytes for weights, KV cache, states and slots where the model computes."""
+    free = backend.free_bytes()
+    if free is None:
+        memory = available_memory()
+        free = memory.nbytes - memory.reserve_bytes
+    return free
 
 
 def kv_bytes(model: Model, kv_type: KVType, cells: int) -> int:

@@ -26,4 +26,12 @@ def make_slot_store(device: str, slot_count: int, slot_bytes: int, *, huge_pages
     """
     if device in _HOST_DEVICES:
         return HostExpertSlotStore(slot_count, slot_bytes, huge_pages=huge_pages)
-    raise KernelUnavailableError(f"no expert slot store for device {device!r}: use --device cpu")
+    if device == "cuda":
+        from expertserve.experts.device_store import DeviceExpertSlotStore
+        from expertserve.ops.cuda.device import open_device
+
+        gpu = open_device()
+        if gpu.reads_host_memory:
+            return HostExpertSlotStore(slot_count, slot_bytes, huge_pages=huge_pages)
+        return DeviceExpertSlotStore(gpu, slot_count, slot_bytes)
+    raise KernelUnavailableError(f"no expert slot store for device {device!r}")

@@ -19,8 +19,9 @@ from expertserve.experts.router import route
 from expertserve.gguf.spans import ExpertTower
 from expertserve.models.batch import Batch
 from expertserve.models.model import Model
-from expertserve.ops.base import Backend, ExpertKernel, Graph, KVType, Tensor
+from expertserve.ops.base import Backend, ExpertKernel, Graph, HostAccess, KVType, Tensor
 
+READS, WRITES, NONE = HostAccess.READS, HostAccess.WRITES, HostAccess.NONE
 LOGIT_BYTES = 64 << 20
 """Most bytes of logits one forward returns, unless a single row a sequence is more."""
 
@@ -92,29 +93,29 @@ class Forward:
 
     def _allocate_buffers(self) -> None:
         hp, rows = self.model.hp, self.max_rows
-        buffers: dict[str, tuple[tuple[int, ...], type]] = {
-            "tokens": ((rows,), np.int32),
-            "positions": ((rows,), np.int32),
-            "cells": ((rows,), np.int64),
-            "outputs": ((rows,), np.int32),
-            "runs": ((rows, 4), np.int32),
-            "num_runs": ((1,), np.int32),
-            "mask": ((rows * self.kv_cells,), np.float16),
-            "residual": ((rows, hp.hidden), np.float32),
-            "ffn_input": ((rows, hp.hidden), np.float32),
-            "router": ((rows, hp.num_experts), np.float32),
-            "guess": ((rows, hp.num_experts), np.float32),
-            "expert_weights": ((rows, hp.top_k), np.float32),
-            "expert_out": ((rows * hp.top_k, hp.hidden), np.float32),
-            "logits": ((self.max_outputs, self.vocab_size), np.float32),
+        buffers: dict[str, tuple[tuple[int, ...], type, HostAccess]] = {
+            "tokens": ((rows,), np.int32, WRITES),
+            "positions": ((rows,), np.int32, WRITES),
+            "cells": ((rows,), np.int64, WRITES),
+            "outputs": ((rows,), np.int32, WRITES),
+            "runs": ((rows, 4), np.int32, WRITES),
+            "num_runs": ((1,), np.int32, WRITES),
+            "mask": ((rows * self.kv_cells,), np.float16, WRITES),
+            "residual": ((rows, hp.hidden), np.float32, NONE),
+            "ffn_input": ((rows, hp.hidden), np.float32, NONE),
+            "router": ((rows, hp.num_experts), np.float32, READS),
+            "guess": ((rows, hp.num_experts), np.float32, READS),
+            "expert_weights": ((rows, hp.top_k), np.float32, WRITES),
+            "expert_out": ((rows * hp.top_k, hp.hidden), np.float32, NONE),
+            "logits": ((self.max_outputs, self.vocab_size), np.float32, READS),
         }
         if self.model.draft_layer is not None:
-            buffers["hidden"] = ((rows, hp.hidden), np.float32)
-            buffers["draft_hidden"] = ((rows, hp.hidden), np.float32)
+            buffers["hidden"] = ((rows, hp.hidden), np.float32, READS)
+            buffers["draft_hidden"] = ((rows, hp.hidden), np.float32, WRITES)
         if self.model.has_shared_expert:
-            buffers["shared"] = ((rows, hp.hidden), np.float32)
-        for name, (shape, dtype) in buffers.items():
-            self._backend.allocate_buffer(name, shape, dtype)
+            buffers["shared"] = ((rows, hp.hidden), np.float32, NONE)
+        for name, (shape, dtype, access) in buffers.items():
+            self._backend.allocate_buffer(name, shape, dtype, access)
 
     def _make_kernels(self) -> dict[int, ExpertKernel]:
         """One kernel for each kind of expert; layers whose experts are alike share it."""

@@ -17,12 +17,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from expertserve.errors import UnsupportedModelError
+
 if TYPE_CHECKING:
     from expertserve.experts.batch import Fence, SlotBatch
     from expertserve.gguf.file import TensorInfo
     from expertserve.gguf.spans import ExpertTower
 
 ReadTensor = Callable[[str, memoryview], None]
+
+
+def require(condition: bool, what: str) -> None:
+    """Raises UnsupportedModelError where the model's tensors do not fit together."""
+    if not condition:
+        raise UnsupportedModelError(f"{what}; the file's tensors do not match its metadata")
 
 
 class Tensor:
@@ -136,6 +144,14 @@ class KVType(StrEnum):
     def row_bytes(self, n: int) -> int:
         """Bytes of `n` elements; for Q8_0 `n` must be a multiple of 32."""
         return {KVType.F16: 2 * n, KVType.F32: 4 * n, KVType.Q8_0: n // 32 * 34}[self]
+
+
+class HostAccess(Enum):
+    """What the host does with a persistent buffer: write it before segments run, read it after one, or neither."""
+
+    WRITES = "writes"
+    READS = "reads"
+    NONE = "none"
 
 
 class Activation(Enum):
@@ -296,6 +312,13 @@ class Backend(ABC):
         """Raises UnsupportedModelError for a tensor type or shape this device cannot compute with."""
 
     @abstractmethod
+    def free_bytes(self) -> int | None:
+        """Memory of the device for weights, KV cache, states and slots, its own workspace left out.
+
+        None where that is the host's memory, which others know about.
+        """
+
+    @abstractmethod
     def load_weights(self, infos: Sequence[TensorInfo], read: ReadTensor, progress: Callable[[int], None]) -> None:
         """Reads the dense weights once; `progress` is called with the bytes of each tensor."""
 
@@ -308,12 +331,15 @@ class Backend(ABC):
         """Allocates the recurrent states of `slots` sequences; runs come in the buffers `runs` and `num_runs`."""
 
     @abstractmethod
-    def allocate_buffer(self, name: str, shape: Sequence[int], dtype: Any) -> None:
+    def allocate_buffer(self, name: str, shape: Sequence[int], dtype: Any, access: HostAccess) -> None:
         """Allocates a zeroed persistent buffer; its first axis is rows."""
 
     @abstractmethod
     def host(self, name: str) -> NDArray[Any]:
-        """A host array over the whole buffer, to read results from or to write inputs to before `run`."""
+        """A host array over the whole buffer, to read results from, or to write inputs to before `begin_batch`.
+
+        `expert_weights` is written later, before `ExpertKernel.begin`.
+        """
 
     @abstractmethod
     def begin_batch(self, rows: int, mask: NDArray[np.float16], outputs: int) -> None:

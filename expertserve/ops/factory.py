@@ -6,11 +6,19 @@ A backend's libraries are imported when it is made, so that a device that is not
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 from expertserve.errors import KernelUnavailableError
 from expertserve.ops.base import Backend
 
-DEVICES = ("cpu", "reference")
+DEVICES = ("cpu", "cuda", "reference")
+
+
+def best_device() -> Literal["cpu", "cuda"]:
+    """The GPU where one can be used, else the CPU."""
+    from expertserve.ops.cuda.device import missing
+
+    return "cpu" if missing() else "cuda"
 
 
 def make_backend(
@@ -25,7 +33,7 @@ def make_backend(
         on_abort: called with the message where a kernel library is about to end the process.
 
     Raises:
-        KernelUnavailableError: nothing here computes on that device.
+        KernelUnavailableError: nothing here computes on that device; says why.
     """
     if device == "cpu":
         from expertserve.ops.ggml.backend import GgmlBackend
@@ -34,10 +42,13 @@ def make_backend(
         if on_abort is not None:
             call_on_abort(on_abort)
         return GgmlBackend(threads=threads, flash_attention=flash_attention)
+    if device == "cuda":
+        from expertserve.ops.cuda.backend import CudaBackend
+        from expertserve.ops.cuda.device import open_device
+
+        return CudaBackend(open_device())
     if device == "reference":
         from expertserve.ops.reference import ReferenceBackend
 
         return ReferenceBackend()
-    raise KernelUnavailableError(
-        f"no kernels for device {device!r} in this version; use --device {' or '.join(DEVICES)}"
-    )
+    raise KernelUnavailableError(f"no kernels for device {device!r}; use --device {' or '.join(DEVICES)}")

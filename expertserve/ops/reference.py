@@ -21,6 +21,7 @@ from expertserve.ops import base
 from expertserve.ops.base import (
     Activation,
     ExpertShape,
+    HostAccess,
     KVLayout,
     KVType,
     ReadTensor,
@@ -29,6 +30,7 @@ from expertserve.ops.base import (
     RopeStyle,
     Tensor,
 )
+from expertserve.ops.rope import rope_frequencies
 
 if TYPE_CHECKING:
     from expertserve.experts.batch import SlotBatch
@@ -62,30 +64,6 @@ def activate(gate: Array, activation: Activation) -> Array:
     """The activation of a gated feed-forward."""
     assert activation is Activation.SILU
     return gate * sigmoid(gate)
-
-
-def rope_angles(rope: Rope, positions: NDArray[np.int32], factors: Array | None) -> tuple[Array, float]:
-    """Rotation angles [rows, dims / 2] and the magnitude of the rotated vectors."""
-    half = rope.dims // 2
-    i = np.arange(half)
-    base_angle = positions[:, None] * rope.freq_base ** (-2.0 * i / rope.dims)[None, :]
-    if factors is not None:
-        base_angle = base_angle / factors
-    angle = rope.freq_scale * base_angle
-    magnitude = rope.attn_factor
-    if rope.ext_factor:
-
-        def boundary(rotations: float) -> float:
-            wavelengths = rope.original_context / (rotations * 2 * np.pi)
-            return float(rope.dims * np.log(wavelengths) / (2 * np.log(rope.freq_base)))
-
-        low = max(0.0, np.floor(boundary(rope.beta_fast)))
-        high = min(rope.dims - 1.0, np.ceil(boundary(rope.beta_slow)))
-        ramp = 1 - np.clip((i - low) / max(0.001, high - low), 0, 1)
-        mix = ramp * rope.ext_factor
-        angle = angle * (1 - mix) + base_angle * mix
-        magnitude *= 1 + 0.1 * np.log(1 / rope.freq_scale)
-    return angle.astype(np.float32), magnitude
 
 
 class NumpyGraph(base.Graph):
@@ -157,7 +135,8 @@ class NumpyGraph(base.Graph):
 
     def rope(self, x: Tensor, rope: Rope) -> Tensor:
         factors = None if rope.freq_factors is None else self._b.weight(rope.freq_factors)
-        angle, magnitude = rope_angles(rope, self._rows("positions"), factors)
+        frequencies, magnitude = rope_frequencies(rope, factors)
+        angle = self._rows("positions")[:, None] * frequencies
         cos, sin = np.cos(angle)[:, None, :] * magnitude, np.sin(angle)[:, None, :] * magnitude
         out = _a(x).copy()
         half = rope.dims // 2
@@ -289,6 +268,9 @@ class ReferenceBackend(base.Backend):
             if info.type not in gguf.quants._type_traits and info.type.name not in ("F32", "F16"):
                 raise UnsupportedModelError(f"{info.name}: tensor type {info.type.name} cannot be dequantised")
 
+    def free_bytes(self) -> None:
+        return None
+
     def load_weights(self, infos: Sequence[TensorInfo], read: ReadTensor, progress: Callable[[int], None]) -> None:
         for info in infos:
             raw = np.empty(info.nbytes, np.uint8)
@@ -309,7 +291,7 @@ class ReferenceBackend(base.Backend):
             conv, matrix = ((slots, *layout.conv_shape), (slots, *layout.matrix_shape))
             self._states[layout.layer] = np.zeros(conv, np.float32), np.zeros(matrix, np.float32)
 
-    def allocate_buffer(self, name: str, shape: Sequence[int], dtype: Any) -> None:
+    def allocate_buffer(self, name: str, shape: Sequence[int], dtype: Any, access: HostAccess) -> None:
         self._buffers[name] = np.zeros(shape, dtype)
 
     def weight(self, name: str) -> Array:

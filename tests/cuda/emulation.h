@@ -79,18 +79,20 @@ static void pass(Gate &gate) {
     while (gate.generation == generation) yield();
 }
 static void enter() {
-    body();
-    fibers[current].ended = true;
-    progress++;
-    Gate &warp = warp_gates[current / WARP];
-    warp.living--, block_gate.living--;
-    open_if_full(warp), open_if_full(block_gate);
-    _longjmp(scheduler, 1);
+    for (;;) {  // a fiber lives on and takes the same thread of the next block: to make one costs system calls
+        body();
+        fibers[current].ended = true;
+        progress++;
+        Gate &warp = warp_gates[current / WARP];
+        warp.living--, block_gate.living--;
+        open_if_full(warp), open_if_full(block_gate);
+        yield();
+    }
 }
 static void run_block(int threads) {
     block_gate = {threads, 0, 0};
     for (int w = 0; w < threads / WARP; w++) warp_gates[w] = {WARP, 0, 0};
-    for (int i = 0; i < threads; i++) fibers[i].begun = fibers[i].ended = false, turn[i] = 0;
+    for (int i = 0; i < threads; i++) fibers[i].ended = false, turn[i] = 0;
     for (int left = threads; left;) {
         unsigned long long before = progress;
         left = 0;

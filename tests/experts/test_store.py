@@ -96,7 +96,7 @@ def test_the_factory_gives_the_host_store_and_refuses_unknown_devices() -> None:
     store = make_slot_store("cpu", 1, 4096, huge_pages=False)
     assert isinstance(store, HostExpertSlotStore)
     store.close()
-    with pytest.raises(KernelUnavailableError, match="'abacus'.*--device"):
+    with pytest.raises(KernelUnavailableError, match="'abacus'"):
         make_slot_store("abacus", 1, 4096)
 
 

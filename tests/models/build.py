@@ -42,7 +42,7 @@ def open_forward(
     model = load_model(file, draft=draft)
     backend = make_backend(device, threads=2, flash_attention=flash)
     backend.check(model.dense_weights(), model.towers.values())
-    settings = LaneSettings(budget=parse_budget(budget), reader=reader, lookahead=lookahead)
+    settings = LaneSettings(device=device, budget=parse_budget(budget), reader=reader, lookahead=lookahead)
     stats = stats or ExpertStats(every=0, emit=lambda line: None)
     lane = ExpertLane.open(file, model.towers, model.hp.top_k, settings, stats)
     backend.load_weights(model.dense_weights(), file.read_tensor, lambda nbytes: None)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from expertserve.ops.base import Graph, KVLayout, KVType
+from expertserve.ops.base import Graph, HostAccess, KVLayout, KVType
 from expertserve.ops.ggml.backend import GgmlBackend
 from expertserve.ops.ggml.library import attention_fits
 
@@ -40,10 +40,10 @@ class Case:
             shapes = {"q": self.q.shape, "k": self.k.shape, "v": self.v.shape}
             most = len(self.q)
             for name, shape in shapes.items():
-                backend.allocate_buffer(name, shape, np.float32)
-            backend.allocate_buffer("out", (most, self.q.shape[1] * self.layout.v_dim), np.float32)
-            backend.allocate_buffer("cells", (most,), np.int64)
-            backend.allocate_buffer("mask", (most * n_kv,), np.float16)
+                backend.allocate_buffer(name, shape, np.float32, HostAccess.NONE)
+            backend.allocate_buffer("out", (most, self.q.shape[1] * self.layout.v_dim), np.float32, HostAccess.NONE)
+            backend.allocate_buffer("cells", (most,), np.int64, HostAccess.NONE)
+            backend.allocate_buffer("mask", (most * n_kv,), np.float16, HostAccess.NONE)
             mask = np.full((most, n_kv), -np.inf, np.float16)
             mask[:, : self.visible.shape[1]][self.visible] = 0
             self._step(backend, slice(None), mask)

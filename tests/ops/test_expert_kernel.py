@@ -10,7 +10,7 @@ import pytest
 from expertserve.experts.batch import SlotBatch
 from expertserve.gguf.file import GGUFFile
 from expertserve.gguf.spans import ExpertTower, find_towers
-from expertserve.ops.base import Activation, Backend, ExpertShape
+from expertserve.ops.base import Activation, Backend, ExpertShape, HostAccess
 from expertserve.ops.factory import make_backend
 from tests.gguf_writer import make_tiny_moe
 
@@ -52,8 +52,8 @@ class World:
 
     def run(self, x: np.ndarray, ids: np.ndarray, waves: list[list[int]]) -> np.ndarray:
         rows = len(x)
-        self.backend.allocate_buffer("ffn_input", (rows, HIDDEN), np.float32)
-        self.backend.allocate_buffer("expert_out", (rows * TOP_K, HIDDEN), np.float32)
+        self.backend.allocate_buffer("ffn_input", (rows, HIDDEN), np.float32, HostAccess.NONE)
+        self.backend.allocate_buffer("expert_out", (rows * TOP_K, HIDDEN), np.float32, HostAccess.NONE)
         kernel = self.backend.expert_kernel(self.tower, ExpertShape(HIDDEN, FFN, TOP_K, Activation.SILU))
         self.backend.host("ffn_input")[:] = x
         self.backend.host("expert_out")[:] = np.nan

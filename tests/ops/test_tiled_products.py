@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from expertserve.gguf.file import GGUFFile, TensorType
+from expertserve.ops.base import HostAccess
 from expertserve.ops.ggml.backend import GgmlBackend
 from expertserve.ops.ggml.library import matrix
 from expertserve.ops.reference import dequantise
@@ -42,9 +43,9 @@ def products(
     backend = GgmlBackend(threads=2, flash_attention=True)
     try:
         backend.load_weights(list(file.tensors.values()), file.read_tensor, lambda nbytes: None)
-        backend.allocate_buffer("x", (rows, n), np.float32)
-        backend.allocate_buffer("y", (rows, outputs), np.float32)
-        backend.allocate_buffer("mask", (rows * 256,), np.float16)
+        backend.allocate_buffer("x", (rows, n), np.float32, HostAccess.NONE)
+        backend.allocate_buffer("y", (rows, outputs), np.float32, HostAccess.NONE)
+        backend.allocate_buffer("mask", (rows * 256,), np.float16, HostAccess.NONE)
         backend.host("x")[:] = x
         backend.begin_batch(rows, np.zeros((rows, 256), np.float16), 1)
         backend.compile("product", lambda g: g.store("y", g.linear(g.load("x"), "w.weight"))).run()

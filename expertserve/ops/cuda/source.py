@@ -1,34 +1,61 @@
 """The CUDA source as one text, and the names of its kernels.
 
-Owns which block formats have kernels and how a template is named for each. Compiles nothing and imports nothing of
-CUDA. Invariant: the text needs no header, so that every compiler that meets it compiles the same.
+Owns which block formats have kernels and how a template is named for each; the limits here are those of the source.
+Compiles nothing and imports nothing of CUDA. Invariant: the text needs no header, so that every compiler that meets it
+compiles the same.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
+from expertserve.ops.base import Activation, KVType
+
 _FOLDER = Path(__file__).parent
+_FILES = ("common.cuh", "grids.cuh", "formats.cuh", "products.cu", "pointwise.cu", "attention.cu", "recurrent.cu")
 FORMATS = (
     *("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
     *("IQ4_NL", "IQ4_XS", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S", "IQ1_M", "MXFP4"),
 )
 """GGUF tensor types that the kernels decode."""
-CELLS = ("HalfCell", "FloatCell")
-PLAIN_KERNELS = ("combine_experts", "rms_norm", "rope", "merge_attention")
+CELL_OF = {KVType.F16: "HalfCell", KVType.F32: "FloatCell"}
+GATED_OF = {Activation.SILU: "SiluGated"}
+WARPS = 4
+TILE = 8
+MOST_HEADS = (128, 256, 576)
+MOST_TAPS = 8
+MOST_KEY = 256
+PLAIN_KERNELS = (
+    *("combine_experts", "rms_norm", "rope", "merge_attention", "scale", "copy_columns", "causal_conv", "gated_delta"),
+    *("unary<Sigmoid>", "unary<Silu>", "binary<Add>", "binary<Mul>", *(f"binary<{op}>" for op in GATED_OF.values())),
+)
 
 
 def source_text() -> str:
     """What a CUDA compiler is given."""
-    parts = (_FOLDER / name for name in ("grids.cuh", "formats.cuh", "kernels.cu"))
-    return "#ifndef INFINITY\n#define INFINITY __int_as_float(0x7f800000)\n#endif\n" + "\n".join(
-        part.read_text() for part in parts
-    )
+    infinity = "#ifndef INFINITY\n#define INFINITY __int_as_float(0x7f800000)\n#endif\n"
+    return infinity + "\n".join((_FOLDER / name).read_text() for name in _FILES)
 
 
-def kernel_names(formats: tuple[str, ...] = FORMATS) -> list[str]:
-    """Every kernel over some formats, as the source's template instances; gate and up are of one format."""
+def dense_kernels(fmt: str) -> list[str]:
+    """Kernels over resident weights of a format."""
+    return [f"matvec<{fmt}>", f"take_rows<{fmt}>"]
+
+
+def expert_kernels(gate: str, up: str, down: str) -> list[str]:
+    """Kernels over routed experts whose matrices have these formats."""
+    return [f"expert_gate_up<{gate}, {up}>", f"expert_down<{down}>"]
+
+
+def cell_kernels(cell: str) -> list[str]:
+    """Kernels over a KV cache of such elements."""
+    return [f"write_cells<{cell}>", *(f"attend<{cell}, {most}>" for most in MOST_HEADS)]
+
+
+def kernel_names(formats: Iterable[str] = FORMATS) -> list[str]:
+    """Every kernel over some formats, experts of one format each."""
     names = list(PLAIN_KERNELS)
     for fmt in formats:
-        names += [f"matvec<{fmt}>", f"take_rows<{fmt}>", f"expert_gate_up<{fmt}, {fmt}>", f"expert_down<{fmt}>"]
-    return names + [f"{kernel}<{cell}>" for kernel in ("write_cells", "attend") for cell in CELLS]
+        names += dense_kernels(fmt) + expert_kernels(fmt, fmt, fmt)
+    return names + [name for cell in CELL_OF.values() for name in cell_kernels(cell)]

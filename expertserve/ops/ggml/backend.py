@@ -22,7 +22,7 @@ from expertserve.errors import CapacityError, UnsupportedModelError
 from expertserve.gguf.file import TensorInfo
 from expertserve.gguf.spans import ExpertTower
 from expertserve.ops import base
-from expertserve.ops.base import ExpertShape, KVLayout, KVType, ReadTensor, RecurrentLayout
+from expertserve.ops.base import ExpertShape, HostAccess, KVLayout, KVType, ReadTensor, RecurrentLayout
 from expertserve.ops.ggml.experts import GgmlExpertKernel
 from expertserve.ops.ggml.graph import GgmlGraph, GgmlTensor
 from expertserve.ops.ggml.library import MAX_STATE_DIM, ggml
@@ -94,6 +94,9 @@ class GgmlBackend(base.Backend):
             if not ggml.ggml_get_type_traits_cpu(int(info.type)).contents.vec_dot:
                 raise UnsupportedModelError(f"{info.name}: tensor type {info.type.name} has no CPU kernel")
 
+    def free_bytes(self) -> None:
+        return None
+
     def load_weights(self, infos: Sequence[TensorInfo], read: ReadTensor, progress: Callable[[int], None]) -> None:
         memory = self._allocate(sum(align(info.nbytes) for info in infos))
         context = self.context(len(infos))
@@ -129,7 +132,7 @@ class GgmlBackend(base.Backend):
             conv, matrix = (self._allocate(4 * slots * math.prod(s)) for s in (layout.conv_shape, layout.matrix_shape))
             self._states[layout.layer] = conv.address, matrix.address
 
-    def allocate_buffer(self, name: str, shape: Sequence[int], dtype: Any) -> None:
+    def allocate_buffer(self, name: str, shape: Sequence[int], dtype: Any, access: HostAccess) -> None:
         memory = self._allocate(int(np.prod(shape)) * np.dtype(dtype).itemsize)
         self._buffers[name] = memory.array.view(dtype)[: int(np.prod(shape))].reshape(shape)
 

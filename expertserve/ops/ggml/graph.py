@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from expertserve.errors import UnsupportedModelError
 from expertserve.ops import base
-from expertserve.ops.base import Activation, KVLayout, RecurrentLayout, Rope, Tensor
+from expertserve.ops.base import Activation, KVLayout, RecurrentLayout, Rope, Tensor, require
 from expertserve.ops.ggml.library import (
     MIN_COLUMNS,
     TILE_ROWS,
@@ -55,12 +55,6 @@ class GgmlTensor(Tensor):
         super().__init__(shape)
         self.ptr = ptr
         self.viewed = False
-
-
-def require(condition: bool, what: str) -> None:
-    """Raises UnsupportedModelError where the model's tensors do not fit together."""
-    if not condition:
-        raise UnsupportedModelError(f"{what}; the file's tensors do not match its metadata")
 
 
 class GgmlGraph(base.Graph):

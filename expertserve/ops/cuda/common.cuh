@@ -1,0 +1,13 @@
+// What every kernel here shares. Activations are float32, rows outermost; sums are taken in one fixed order, without
+// atomics, so that a result does not depend on what else was launched. A block has WARPS warps.
+
+#define WARPS 4
+#define FULL 0xffffffffu
+
+__device__ __forceinline__ float warp_sum(float value) {
+    for (int step = 16; step; step /= 2) value += __shfl_xor_sync(FULL, value, step);
+    return value;
+}
+
+__device__ __forceinline__ float sigmoid(float x) { return 1 / (1 + expf(-x)); }
+__device__ __forceinline__ float silu(float x) { return x / (1 + expf(-x)); }

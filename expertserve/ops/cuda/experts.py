@@ -1,0 +1,99 @@
+"""The routed feed-forward on the device: experts are read where they lie in their slots.
+
+Owns the way of a call's addresses and pairs to the device: they are laid side by side in one page-locked block and go
+over in one copy. Invariant: what was laid out for a call stays until the device has passed it, which the host knows
+when a layer begins, since it has waited for the router's logits by then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from expertserve.gguf.spans import ExpertTower
+from expertserve.ops import base
+from expertserve.ops.base import ExpertShape, require
+from expertserve.ops.cuda.device import Event, Launch, Upload
+from expertserve.ops.cuda.graph import blocks
+from expertserve.ops.cuda.source import WARPS, expert_kernels
+
+if TYPE_CHECKING:
+    from expertserve.experts.batch import SlotBatch
+    from expertserve.ops.cuda.backend import CudaBackend
+
+_ALIGN = 16
+
+
+class CallStaging:
+    """Page-locked bytes for the calls of one layer, and their place on the device."""
+
+    def __init__(self, backend: CudaBackend, nbytes: int) -> None:
+        self._stream = backend.device.compute
+        self._memory = backend.device.allocate(nbytes, "expert calls (lower --chunk)")
+        backend.own(self._memory)
+        self._host = backend.device.allocate_pinned(nbytes, "expert calls (lower --chunk)")
+        self._used = 0
+
+    def reset(self) -> None:
+        """The device has passed everything that was sent."""
+        self._used = 0
+
+    def send(self, arrays: Sequence[NDArray[Any]]) -> list[np.uint64]:
+        """Queues one copy of arrays; returns where each lies on the device."""
+        begin, places = self._used, []
+        for array in arrays:
+            self._host[self._used : self._used + array.nbytes] = array.view(np.uint8)
+            places.append(np.uint64(self._memory.address + self._used))
+            self._used += -(-array.nbytes // _ALIGN) * _ALIGN
+        self._stream.run(Upload(self._memory.address + begin, self._host[begin : self._used]))
+        return places
+
+
+class CudaExpertKernel(base.ExpertKernel):
+    """Two kernels a call: gate, up and activation; down."""
+
+    def __init__(self, backend: CudaBackend, tower: ExpertTower, shape: ExpertShape) -> None:
+        parts = dict(zip(tower.roles, tower.slices, strict=True))
+        fused = parts.get("gate_up")
+        gate, up, down = fused or parts["gate"], fused or parts["up"], parts["down"]
+        for part, rows, n_in in (
+            (gate, shape.ffn * (2 if fused else 1), shape.hidden),
+            (up, shape.ffn * (2 if fused else 1), shape.hidden),
+            (down, shape.hidden, shape.ffn),
+        ):
+            require(part.shape[1:] == (rows, n_in), f"{part.name} has experts of {list(part.shape[1:])}")
+        self._fused_offset = np.uint64(shape.ffn * gate.row_bytes) if fused else None
+        self._backend, self._shape = backend, shape
+        self._names = expert_kernels(gate.type.name, up.type.name, down.type.name)
+        self._x, self._y = (np.uint64(backend.address(name)) for name in ("ffn_input", "expert_out"))
+        pairs = backend.buffer_shape("expert_out")[0]
+        self._h = np.uint64(backend.shared("expert_h", 4 * pairs * shape.ffn))
+        self._staging = backend.call_staging(tower.num_experts, pairs)
+
+    def begin(self, rows: int) -> None:
+        self._staging.reset()
+        weights = self._backend.host("expert_weights")[:rows]
+        self._backend.device.compute.run(Upload(self._backend.address("expert_weights"), weights))
+
+    def __call__(self, batch: SlotBatch) -> Event:
+        shape, stream = self._shape, self._backend.device.compute
+        if self._fused_offset is None:
+            gate, up, down = batch.slices
+        else:
+            gate, down = batch.slices
+            up = gate + self._fused_offset
+        gate_at, up_at, down_at, start, pairs = self._staging.send((gate, up, down, batch.group_start, batch.pairs))
+        hidden, ffn, top_k = np.int32(shape.hidden), np.int32(shape.ffn), np.int32(shape.top_k)
+        first = (gate_at, up_at, start, pairs, self._x, self._h, hidden, ffn, top_k)
+        second = (down_at, start, pairs, self._h, self._y, hidden, ffn)
+        for name, width, args in zip(self._names, (shape.ffn, shape.hidden), (first, second), strict=True):
+            stream.run(Launch(name, (blocks(width, WARPS), gate.size, 1), args))
+        return stream.record()
+
+
+def staging_bytes(num_experts: int, pairs: int) -> int:
+    """Most bytes that the calls of one layer send: every expert in a call of its own."""
+    return num_experts * (3 * (8 + _ALIGN) + 2 * (4 + _ALIGN)) + num_experts * 4 + 4 * pairs + 5 * _ALIGN

@@ -1,0 +1,91 @@
+// Products with quantised rows, and routed experts where they lie in slots.
+
+#define TILE 8
+
+// Products of one weight row with up to TILE rows of x, by one warp; every lane gets all sums.
+template <class F>
+__device__ __forceinline__ void row_products(const u8 *weight, const float *const *x, int count, int n, float *sums) {
+    int warp_lane = threadIdx.x % 32;
+    for (int r = 0; r < TILE; r++) sums[r] = 0;
+    for (int first = warp_lane * 8; first < n; first += 256) {
+        float w[8];
+        Row<F>::decode8(weight, first, n, w);
+        int width = n - first < 8 ? n - first : 8;
+#pragma unroll
+        for (int r = 0; r < TILE; r++)
+            if (r < count)
+                for (int i = 0; i < width; i++) sums[r] += w[i] * x[r][first + i];
+    }
+    for (int r = 0; r < TILE; r++)
+        if (r < count) sums[r] = warp_sum(sums[r]);
+}
+
+// y[rows, out] = x[rows, in] * weight[out, in]^T + bias[out]. Grid: out / WARPS, rows / TILE.
+template <class F>
+__global__ void matvec(const u8 *weight, const float *x, const float *bias, float *y, int in, int out, int rows) {
+    int o = blockIdx.x * WARPS + threadIdx.x / 32, first = blockIdx.y * TILE;
+    if (o >= out) return;
+    int count = rows - first < TILE ? rows - first : TILE;
+    const float *from[TILE];
+    for (int r = 0; r < TILE; r++) from[r] = x + (long long)(first + (r < count ? r : 0)) * in;
+    float sums[TILE];
+    row_products<F>(weight + o * row_bytes<F>(in), from, count, in, sums);
+    if (threadIdx.x % 32 == 0)
+        for (int r = 0; r < count; r++) y[(long long)(first + r) * out + o] = sums[r] + (bias ? bias[o] : 0);
+}
+
+// out[rows, n] = rows `ids` of weight (all of them in order where ids is null). Grid: n / (8 * 128), rows.
+template <class F> __global__ void take_rows(const u8 *weight, const int *ids, float *out, int n) {
+    int first = (blockIdx.x * blockDim.x + threadIdx.x) * 8, row = blockIdx.y;
+    if (first >= n) return;
+    float w[8];
+    Row<F>::decode8(weight + (ids ? ids[row] : row) * row_bytes<F>(n), first, n, w);
+    for (int i = 0; i < 8 && first + i < n; i++) out[(long long)row * n + first + i] = w[i];
+}
+
+// h[pair, ffn] = silu(gate x) * up x for the pairs of each group. Grid: ffn / WARPS, groups.
+template <class G, class U>
+__global__ void expert_gate_up(const u64 *gate, const u64 *up, const int *group_start, const int *pairs, const float *x,
+                               float *h, int hidden, int ffn, int top_k) {
+    int f = blockIdx.x * WARPS + threadIdx.x / 32, group = blockIdx.y;
+    if (f >= ffn) return;
+    const u8 *gate_row = (const u8 *)gate[group] + f * row_bytes<G>(hidden);
+    const u8 *up_row = (const u8 *)up[group] + f * row_bytes<U>(hidden);
+    for (int first = group_start[group]; first < group_start[group + 1]; first += TILE) {
+        int left = group_start[group + 1] - first, count = left < TILE ? left : TILE;
+        const float *from[TILE];
+        for (int r = 0; r < TILE; r++) from[r] = x + (long long)(pairs[first + (r < count ? r : 0)] / top_k) * hidden;
+        float g[TILE], u[TILE];
+        row_products<G>(gate_row, from, count, hidden, g);
+        row_products<U>(up_row, from, count, hidden, u);
+        if (threadIdx.x % 32 == 0)
+            for (int r = 0; r < count; r++) h[(long long)pairs[first + r] * ffn + f] = silu(g[r]) * u[r];
+    }
+}
+
+// y[pair, hidden] = down h[pair] for the pairs of each group. Grid: hidden / WARPS, groups.
+template <class D>
+__global__ void expert_down(const u64 *down, const int *group_start, const int *pairs, const float *h, float *y, int hidden,
+                            int ffn) {
+    int o = blockIdx.x * WARPS + threadIdx.x / 32, group = blockIdx.y;
+    if (o >= hidden) return;
+    const u8 *row = (const u8 *)down[group] + o * row_bytes<D>(ffn);
+    for (int first = group_start[group]; first < group_start[group + 1]; first += TILE) {
+        int left = group_start[group + 1] - first, count = left < TILE ? left : TILE;
+        const float *from[TILE];
+        for (int r = 0; r < TILE; r++) from[r] = h + (long long)pairs[first + (r < count ? r : 0)] * ffn;
+        float sums[TILE];
+        row_products<D>(row, from, count, ffn, sums);
+        if (threadIdx.x % 32 == 0)
+            for (int r = 0; r < count; r++) y[(long long)pairs[first + r] * hidden + o] = sums[r];
+    }
+}
+
+// out[row] = sum over j of weights[row, j] * y[row, j], in order of j. Grid: hidden / 128, rows.
+__global__ void combine_experts(const float *weights, const float *y, float *out, int hidden, int top_k) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x, row = blockIdx.y;
+    if (i >= hidden) return;
+    float sum = 0;
+    for (int j = 0; j < top_k; j++) sum += weights[row * top_k + j] * y[((long long)row * top_k + j) * hidden + i];
+    out[(long long)row * hidden + i] = sum;
+}
