@@ -10,6 +10,7 @@ from expertserve.experts.budget import size_classes
 from expertserve.experts.stats import ExpertStats
 from expertserve.gguf.file import GGUFFile
 from expertserve.models.registry import load_model
+from expertserve.ops.base import KVType
 from expertserve.ops.cuda import device
 from expertserve.ops.cuda.backend import LEAST_WORKSPACE_BYTES, CudaBackend
 from expertserve.ops.factory import best_device, make_backend
@@ -126,7 +127,7 @@ def test_device_memory_is_what_the_plan_says() -> None:
         forward(make_batch(reference(fixture).tokens.tolist()[:rows]))
         model, plan = forward.model, forward._lane.plan
         dense = sum(-(-info.nbytes // 256) * 256 for info in model.dense_weights())
-        kv = sum(cells * 2 * kv.num_heads * (kv.k_dim + kv.v_dim) for kv in model.kv_layouts())
+        kv = sum(cells * kv.cell_bytes(KVType.F16) for kv in model.kv_layouts())
         workspace = fake.peak_bytes - dense - kv - plan.arena_bytes
         assert 0 < workspace < 4 << 20 < LEAST_WORKSPACE_BYTES
         assert fake.used_bytes <= fake.peak_bytes == dense + kv + plan.arena_bytes + workspace

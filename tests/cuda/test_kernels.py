@@ -181,7 +181,7 @@ def test_attention(cell: str, heads: int, kv_heads: int, k_dim: int, v_dim: int,
     mask[1, 20] = 0  # one visible cell: most stretches see nothing
     splits = blocks(n_kv, stretch)
     part = np.full((rows, heads, splits, v_dim + 2), np.nan, f32)
-    sizes = tuple(map(i32, (kv_heads, k_dim, v_dim, n_kv, stretch)))
+    sizes = tuple(map(i32, (kv_heads, k_dim, v_dim, kv_heads * v_dim, n_kv, stretch)))
     emulator().launch(
         f"attend<{cell}, {most}>", (heads, splits, rows), q, *caches, mask, part, *sizes, f32(k_dim**-0.5)
     )

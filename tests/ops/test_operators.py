@@ -1,4 +1,4 @@
-"""The CPU's operators against the plain ones in float32: only the order of sums differs."""
+"""Every device's operators against the plain ones in float32: only the order of sums differs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import pytest
 from numpy.typing import NDArray
 
 from expertserve.gguf.file import TensorInfo, TensorType
-from expertserve.ops.base import Graph, KVLayout, KVType, Tensor
+from expertserve.ops.base import Graph, HostAccess, KVLayout, KVType, Tensor
 from expertserve.ops.factory import make_backend
+from tests.cuda.emulator import available
+from tests.cuda.fake_device import FakeDevice, installed
 
 Array = NDArray[np.float32]
 N_KV = 256
@@ -40,15 +42,15 @@ class World:
             cells = np.random.default_rng(1).permutation(N_KV)[:rows]
             given = {**self.inputs, "cells": cells, "positions": 3 * np.arange(rows, dtype=np.int32)}
             for name, values in given.items():
-                backend.allocate_buffer(name, values.shape, values.dtype)
-            backend.allocate_buffer("mask", (rows * N_KV,), np.float16)
+                backend.allocate_buffer(name, values.shape, values.dtype, HostAccess.WRITES)
+            backend.allocate_buffer("mask", (rows * N_KV,), np.float16, HostAccess.WRITES)
             shape: list[int] = []
 
             def build_and_store(g: Graph) -> None:
                 out = build(g)
                 if not shape:
                     shape.extend(out.shape)
-                    backend.allocate_buffer("out", shape, np.float32)
+                    backend.allocate_buffer("out", shape, np.float32, HostAccess.READS)
                 g.store("out", out)
 
             found = []
@@ -76,10 +78,15 @@ def seen_by(cells: NDArray[np.int64]) -> NDArray[np.float16]:
 
 
 def assert_agree(world: World, build: Callable[[Graph], Tensor], tolerance: float = 2e-5, **how: bool) -> Array:
-    ours, exact = world.run("cpu", build, **how), world.run("reference", build)
-    assert ours.shape == exact.shape
-    assert np.abs(ours - exact).max() <= tolerance * max(1.0, float(np.abs(exact).max()))
-    return ours
+    """Checks every device's answer, and returns the CPU's."""
+    exact, answers = world.run("reference", build), [world.run("cpu", build, **how)]
+    if available:
+        with installed(FakeDevice()):
+            answers.append(world.run("cuda", build, **how))
+    for ours in answers:
+        assert ours.shape == exact.shape
+        assert np.abs(ours - exact).max() <= tolerance * max(1.0, float(np.abs(exact).max()))
+    return answers[0]
 
 
 @pytest.mark.parametrize("rows", [1, 5, 40])

@@ -19,12 +19,13 @@ template <class T> __global__ void write_cells(const float *x, const long long *
 }
 
 // One query head over one stretch of the KV cells, by online softmax: flash-decoding (Dao et al. 2023). Each warp takes
-// every WARPS-th cell of the stretch; warps merge in order. Leaves in `part` [rows, heads, splits, v_dim + 2] the maximum,
-// the sum of exponentials and the unnormalised output. Cells the mask hides are not read. Heads have at most
-// MOST values. Grid: heads, splits, rows.
+// every WARPS-th cell of the stretch; warps merge in order. Leaves in `part` [rows, heads, splits, v_dim + 2] the
+// maximum, the sum of exponentials and the unnormalised output. Cells the mask hides are not read. Heads have at most
+// MOST values; a cell's values are v_width apart from the next one's. Grid: heads, splits, rows.
 template <class T, int MOST>
 __global__ void attend(const float *q, const typename T::type *keys, const typename T::type *values, const u16 *mask,
-                       float *part, int kv_heads, int k_dim, int v_dim, int n_kv, int stretch, float scale) {
+                       float *part, int kv_heads, int k_dim, int v_dim, int v_width, int n_kv, int stretch,
+                       float scale) {
     __shared__ float maxima[WARPS], sums[WARPS], outputs[WARPS][MOST];
     int head = blockIdx.x, split = blockIdx.y, row = blockIdx.z, warp = threadIdx.x / 32, warp_lane = threadIdx.x % 32;
     int kv_head = head / (gridDim.x / kv_heads);
@@ -40,7 +41,7 @@ __global__ void attend(const float *q, const typename T::type *keys, const typen
         float bias = half_to_float(mask[(long long)row * n_kv + cell]);
         if (bias == -INFINITY) continue;
         const typename T::type *k = keys + ((long long)cell * kv_heads + kv_head) * k_dim;
-        const typename T::type *v = values + ((long long)cell * kv_heads + kv_head) * v_dim;
+        const typename T::type *v = values + (long long)cell * v_width + kv_head * v_dim;
         float score = 0;
 #pragma unroll
         for (int j = 0; j < MOST / 32; j++)

@@ -123,11 +123,12 @@ class CudaBackend(base.Backend):
         self.device.load_kernels(cell_kernels(cell_of(kv_type)))
         self.kv_type = kv_type
         for layout in layouts:
-            k, v = (
+            dims = (layout.k_dim,) if layout.values_in_keys else (layout.k_dim, layout.v_dim)
+            parts = [
                 self._allocate(cells * kv_type.row_bytes(layout.num_heads * dim), "the KV cache (lower --ctx)").address
-                for dim in (layout.k_dim, layout.v_dim)
-            )
-            self._kv[layout.layer] = k, v
+                for dim in dims
+            ]
+            self._kv[layout.layer] = parts[0], parts[-1]
 
     def allocate_states(self, layouts: Sequence[RecurrentLayout], slots: int) -> None:
         for layout in layouts:
@@ -162,7 +163,7 @@ class CudaBackend(base.Backend):
             raise UnsupportedModelError(f"the file has no tensor {name}, which its architecture needs") from None
 
     def kv(self, layer: int) -> tuple[int, int]:
-        """Addresses of a layer's K and V, [cells, heads, dim]."""
+        """Addresses of a layer's K and V, [cells, heads, dim]; one and the same where values lie in keys."""
         return self._kv[layer]
 
     def states(self, layer: int) -> tuple[int, int]:

@@ -169,7 +169,7 @@ class CudaGraph(base.Graph):
             x.value.address = address
         else:
             n = x.shape[-1]
-            self._run("copy_columns", (blocks(n, THREADS), x.num_rows), x, np.uint64(address), n, n, 0, n, 0)
+            self._run("copy_columns", (blocks(n, THREADS), x.num_rows), x, np.uint64(address), n, 1, n, 0, n, 0)
         if self._backend.access(buffer) is HostAccess.READS:
             self.downloads = True
             self._after.append(Download(self._backend.host(buffer)[: x.shape[0]], address))
@@ -189,6 +189,19 @@ class CudaGraph(base.Graph):
             return out
         self._multiply(w, x, out, n_out)
         return out if added is None else self._binary("Add", out, added, 1, n_out)
+
+    def head_linear(self, x: Tensor, weight: str) -> Tensor:
+        assert isinstance(x, CudaTensor) and len(x.shape) == 3
+        w, (rows, heads, n_in) = self._backend.weight(weight), x.shape
+        require(
+            len(w.shape) == 3 and (w.shape[0], w.shape[2]) == (heads, n_in),
+            f"{weight} has shape {list(w.shape)}, expected {[heads, '*', n_in]}",
+        )
+        n_out = w.shape[1]
+        out = self._new(rows, heads, n_out)
+        grid = (blocks(n_out, WARPS), blocks(rows, TILE), heads)
+        self._run(f"matvec<{w.format}>", grid, np.uint64(w.address), x, None, out, n_in, n_out, rows)
+        return out
 
     def _multiply(self, w: Weight, x: CudaTensor, out: CudaTensor, n_out: int) -> None:
         """By cuBLAS over weights written out in float32, some rows at a time."""
@@ -263,15 +276,18 @@ class CudaGraph(base.Graph):
         return out
 
     def concat(self, a: Tensor, b: Tensor) -> Tensor:
-        assert isinstance(a, CudaTensor) and isinstance(b, CudaTensor) and a.shape[:-1] == b.shape[:-1]
+        assert isinstance(a, CudaTensor) and isinstance(b, CudaTensor)
+        assert b.shape[:-1] in (a.shape[:-1], (self.rows, 1)), (a.shape, b.shape)
         out = self._new(*a.shape[:-1], a.shape[-1] + b.shape[-1])
         self._copy(a, 0, out, 0, a.shape[-1])
         self._copy(b, 0, out, a.shape[-1], b.shape[-1])
         return out
 
     def _copy(self, x: CudaTensor, x_at: int, out: CudaTensor, out_at: int, width: int) -> None:
-        grid = (blocks(width, THREADS), x.num_rows)
-        self._run("copy_columns", grid, x, out, width, x.shape[-1], x_at, out.shape[-1], out_at)
+        """Copies columns of x beside each other; a row of x goes to as many rows of out as there are for each."""
+        rows = out.num_rows
+        sizes = (width, rows // x.num_rows, x.shape[-1], x_at, out.shape[-1], out_at)
+        self._run("copy_columns", (blocks(width, THREADS), rows), x, out, *sizes)
 
     def select_outputs(self, x: Tensor) -> Tensor:
         assert isinstance(x, CudaTensor) and len(x.shape) == 2
@@ -297,8 +313,8 @@ class CudaGraph(base.Graph):
         self._run("rope", (heads, rows), x, positions, frequencies, out, dim, rope.dims // 2, neox, float(magnitude))
         return out
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, kv: KVLayout, scale: float) -> Tensor:
-        assert isinstance(q, CudaTensor) and isinstance(k, CudaTensor) and isinstance(v, CudaTensor)
+    def attention(self, q: Tensor, k: Tensor, v: Tensor | None, kv: KVLayout, scale: float) -> Tensor:
+        assert isinstance(q, CudaTensor) and (v is None) == kv.values_in_keys
         heads, rows, n_kv = q.shape[1], self.rows, self._backend.n_kv
         require(q.shape[2] == kv.k_dim, f"query heads of {q.shape[2]} elements meet keys of {kv.k_dim}")
         require(heads % kv.num_heads == 0, f"{heads} query heads do not divide among {kv.num_heads} KV heads")
@@ -306,16 +322,19 @@ class CudaGraph(base.Graph):
         cell = CELL_OF[self._backend.kv_type]
         keys, values = map(np.uint64, self._backend.kv(kv.layer))
         for x, cache, dim in ((k, keys, kv.k_dim), (v, values, kv.v_dim)):
+            if x is None:
+                continue
             n = kv.num_heads * dim
             self._run(f"write_cells<{cell}>", (blocks(n, THREADS), rows), x, self._buffer("cells"), cache, n)
         stretch = STRETCH if rows < FEW_ROWS else n_kv
         splits = blocks(n_kv, stretch)
         part = self._new(rows, heads, splits, kv.v_dim + 2)
+        v_width = kv.k_dim if kv.values_in_keys else kv.num_heads * kv.v_dim
         self._run(
             f"attend<{cell}, {most_head(kv)}>",
             (heads, splits, rows),
             *(q, keys, values, self._buffer("mask"), part),
-            *(kv.num_heads, kv.k_dim, kv.v_dim, n_kv, stretch, float(scale)),
+            *(kv.num_heads, kv.k_dim, kv.v_dim, v_width, n_kv, stretch, float(scale)),
         )
         out = self._new(rows, heads * kv.v_dim)
         self._run("merge_attention", (heads, rows), part, out, splits, kv.v_dim)

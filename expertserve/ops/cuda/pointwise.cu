@@ -18,8 +18,8 @@ __global__ void rms_norm(const float *x, const float *weight, float *out, int n,
 
 // Rotates the first 2 * half values of heads of x [rows, heads, dim]; neighbours pair up, or halves (neox). `frequency`
 // is in double precision because it is multiplied by positions of many thousands. Grid: heads, rows.
-__global__ void rope(const float *x, const int *positions, const double *frequency, float *out, int dim, int half, int neox,
-                     float magnitude) {
+__global__ void rope(const float *x, const int *positions, const double *frequency, float *out, int dim, int half,
+                     int neox, float magnitude) {
     long long head = ((long long)blockIdx.y * gridDim.x + blockIdx.x) * dim;
     for (int i = threadIdx.x; i < half; i += blockDim.x) {
         double angle = positions[blockIdx.y] * frequency[i];
@@ -65,9 +65,10 @@ template <class OP> __global__ void binary(const float *a, const float *b, float
     if (i < count) out[i] = OP::of(a[i], b[i / repeat % n]);
 }
 
-// to[row, to_at + i] = from[row, from_at + i] for i < width. Grid: width / 128, rows.
-__global__ void copy_columns(const float *from, float *to, int width, int from_width, int from_at, int to_width, int to_at) {
+// to[row, to_at + i] = from[row / repeat, from_at + i] for i < width. Grid: width / 128, rows.
+__global__ void copy_columns(const float *from, float *to, int width, int repeat, int from_width, int from_at,
+                             int to_width, int to_at) {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
     long long row = blockIdx.y;
-    if (i < width) to[row * to_width + to_at + i] = from[row * from_width + from_at + i];
+    if (i < width) to[row * to_width + to_at + i] = from[row / repeat * from_width + from_at + i];
 }

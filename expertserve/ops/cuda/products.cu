@@ -20,18 +20,20 @@ __device__ __forceinline__ void row_products(const u8 *weight, const float *cons
         if (r < count) sums[r] = warp_sum(sums[r]);
 }
 
-// y[rows, out] = x[rows, in] * weight[out, in]^T + bias[out]. Grid: out / WARPS, rows / TILE.
+// y[rows, heads, out] = x[rows, heads, in] * weight[heads, out, in]^T + bias[out], each head with its own matrix; an
+// ordinary product has one head. Grid: out / WARPS, rows / TILE, heads.
 template <class F>
 __global__ void matvec(const u8 *weight, const float *x, const float *bias, float *y, int in, int out, int rows) {
     int o = blockIdx.x * WARPS + threadIdx.x / 32, first = blockIdx.y * TILE;
     if (o >= out) return;
     int count = rows - first < TILE ? rows - first : TILE;
+    long long heads = gridDim.z, head = blockIdx.z;
     const float *from[TILE];
-    for (int r = 0; r < TILE; r++) from[r] = x + (long long)(first + (r < count ? r : 0)) * in;
+    for (int r = 0; r < TILE; r++) from[r] = x + ((first + (r < count ? r : 0)) * heads + head) * in;
     float sums[TILE];
-    row_products<F>(weight + o * row_bytes<F>(in), from, count, in, sums);
+    row_products<F>(weight + (head * out + o) * row_bytes<F>(in), from, count, in, sums);
     if (threadIdx.x % 32 == 0)
-        for (int r = 0; r < count; r++) y[(long long)(first + r) * out + o] = sums[r] + (bias ? bias[o] : 0);
+        for (int r = 0; r < count; r++) y[((first + r) * heads + head) * out + o] = sums[r] + (bias ? bias[o] : 0);
 }
 
 // out[rows, n] = rows `ids` of weight (all of them in order where ids is null). Grid: n / (8 * 128), rows.
@@ -65,8 +67,8 @@ __global__ void expert_gate_up(const u64 *gate, const u64 *up, const int *group_
 
 // y[pair, hidden] = down h[pair] for the pairs of each group. Grid: hidden / WARPS, groups.
 template <class D>
-__global__ void expert_down(const u64 *down, const int *group_start, const int *pairs, const float *h, float *y, int hidden,
-                            int ffn) {
+__global__ void expert_down(const u64 *down, const int *group_start, const int *pairs, const float *h, float *y,
+                            int hidden, int ffn) {
     int o = blockIdx.x * WARPS + threadIdx.x / 32, group = blockIdx.y;
     if (o >= hidden) return;
     const u8 *row = (const u8 *)down[group] + o * row_bytes<D>(ffn);

@@ -1,7 +1,7 @@
 // Gated DeltaNet: a convolution's and a recurrence's state by slot, carried along the runs of a batch.
 //
-// A run is source slot (-1: zeros), target slot, first row, row after the last. Runs are taken in order, because one may
-// start from the state that another leaves.
+// A run is source slot (-1: zeros), target slot, first row, row after the last. Runs are taken in order, because one
+// may start from the state that another leaves.
 
 #define MOST_TAPS 8
 #define MOST_KEY 256
