@@ -24,6 +24,7 @@ from expertserve.values import (
     file_or_off,
     file_to_write,
     parse_budget,
+    parse_budget_or_off,
     parse_bytes,
     parse_list,
     readable_file,
@@ -51,6 +52,10 @@ def _fed(settings: Settings) -> str | None:
 
 def _on_gpu(settings: Settings) -> str | None:
     return "the GPU computes" if settings.device == "cuda" else None
+
+
+def _not_on_gpu(settings: Settings) -> str | None:
+    return None if settings.device == "cuda" else "experts lie in host memory already"
 
 
 def _raw(settings: Settings) -> str | None:
@@ -105,6 +110,13 @@ class Settings:
         "Room for routed experts: a size (8GiB), a number of experts (4000), a share of them (40%) or auto.",
         parse=parse_budget,
         metavar="SIZE",
+    )
+    host_cache: ExpertBudget = setting(
+        ExpertBudget("auto"),
+        "Room in host memory for experts that lose their slot on the GPU, given as for --expert-cache; off keeps none.",
+        parse=parse_budget_or_off,
+        metavar="SIZE|off",
+        inert=_not_on_gpu,
     )
     reader: Literal["auto", "direct", "buffered", "mmap"] = setting(
         "auto", "How experts are read: past the page cache, through it, by mapping, or chosen by what memory there is."

@@ -59,6 +59,11 @@ def parse_budget(value: object) -> ExpertBudget:
     raise ValueError("should be auto, a size (8GiB), a number of experts (4000) or a share of the experts (40%)")
 
 
+def parse_budget_or_off(value: object) -> ExpertBudget:
+    """As `parse_budget`; `off` is no room at all."""
+    return ExpertBudget("bytes") if str(value).strip().lower() == "off" else parse_budget(value)
+
+
 def parse_list(value: object) -> object:
     """A repeatable setting in one string: a JSON list, or words separated by commas."""
     if not isinstance(value, str):

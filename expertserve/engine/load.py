@@ -173,6 +173,7 @@ def _lane_settings(settings: Settings) -> LaneSettings:
     return LaneSettings(
         device=settings.device,
         budget=settings.expert_cache,
+        host_cache=settings.host_cache,
         reader=settings.reader,
         threads=settings.io_threads,
         lookahead=settings.lookahead,

@@ -112,6 +112,33 @@ def plan_slots(
     return plan
 
 
+def tier_places(plan: SlotPlan, budget: ExpertBudget, available_bytes: int) -> tuple[int, ...]:
+    """Experts of each class that host memory holds beside the slots, by the number that have none.
+
+    Args:
+        plan: the slots.
+        budget: what the user asked for; auto takes what is available.
+        available_bytes: host memory there is.
+
+    Raises:
+        CapacityError: more than there is.
+    """
+    absent = [c.num_experts - n for c, n in zip(plan.classes, plan.slots, strict=True)]
+    sizes = [c.layout.slot_bytes for c in plan.classes]
+    total, total_bytes = sum(absent), sum(n * size for n, size in zip(absent, sizes, strict=True))
+    if not total:
+        return tuple(absent)
+    share, _ = _share(budget, total, total_bytes, available_bytes - sum(sizes))
+    places = tuple(int(share * n + 1e-9) for n in absent)
+    nbytes = sum((n + 1) * size for n, size in zip(places, sizes, strict=True))
+    if nbytes > available_bytes and budget.kind != "auto":
+        raise CapacityError(
+            f"{nbytes} bytes for experts on the host do not fit the {available_bytes} bytes of its memory left; "
+            f"give --host-cache {max(0, available_bytes) // MIB}MiB or less, auto or off"
+        )
+    return places
+
+
 def _share(budget: ExpertBudget, total: int, all_bytes: int, available_bytes: int | None) -> tuple[float, str]:
     """The share of all experts a budget pays for, and its name."""
     if budget.kind == "slots":

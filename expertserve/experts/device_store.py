@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from expertserve.experts.store import ExpertSlotStore, SlotView
-from expertserve.ops.cuda.device import Device, Event, Upload
+from expertserve.ops.cuda.device import Device, Download, Event, Upload
 
 STAGING_BUFFERS = 8
 """Experts on their way at once: what keeps a fast disk busy, and one copy's worth of slack."""
@@ -77,7 +77,6 @@ class DeviceExpertSlotStore(ExpertSlotStore):
                 raise ValueError(f"{len(self._writing)} slots are open for writing, which is all there is room for")
             self._copying[0][0].wait()
             self._reclaim()
-        self._copied.pop(slot, None)
         buffer = self._writing[slot] = self._free.pop()
         return buffer.data
 
@@ -90,9 +89,8 @@ class DeviceExpertSlotStore(ExpertSlotStore):
         if not 0 <= nbytes <= self._slot_bytes:
             raise ValueError(f"{nbytes} bytes do not fit a slot of {self._slot_bytes}")
         buffer = self._close_writing(slot)
-        self._stream.run(Upload(self._arena.address + slot * self._slot_bytes, buffer[:nbytes]))
-        event = self._copied[slot] = self._stream.record()
-        self._copying.append((event, buffer))
+        self.copy_in(slot, buffer[:nbytes])
+        self._copying.append((self._copied[slot], buffer))
 
     def discard_slot(self, slot: int) -> None:
         self._free.append(self._close_writing(slot))
@@ -105,6 +103,21 @@ class DeviceExpertSlotStore(ExpertSlotStore):
         if event is not None:
             self._device.compute.wait(event)
         return SlotView(self._arena.address + slot * self._slot_bytes, self._slot_bytes, self._device.name)
+
+    def page_locked(self, nbytes: int) -> NDArray[np.uint8]:
+        """Host memory for `copy_out` and `copy_in`; raises CapacityError where it is refused."""
+        return self._device.allocate_pinned(nbytes, "experts on the host (lower --host-cache)")
+
+    def copy_out(self, slot: int, target: NDArray[np.uint8]) -> None:
+        """Queues a copy of a slot's bytes to the host, behind the copies queued before it."""
+        self._check(slot)
+        self._stream.run(Download(target, self._arena.address + slot * self._slot_bytes))
+
+    def copy_in(self, slot: int, source: NDArray[np.uint8]) -> None:
+        """Queues a copy from page-locked memory to a slot, behind the copies queued before it."""
+        self._check(slot)
+        self._stream.run(Upload(self._arena.address + slot * self._slot_bytes, source))
+        self._copied[slot] = self._stream.record()
 
     def close(self) -> None:
         if self._slot_count == 0:

@@ -67,7 +67,7 @@ class LookAhead:
         self._for = table
         for expert in experts:
             key = table.first_key + expert
-            if table.cache.slot_of[key] >= 0:
+            if table.cache.slot_of[key] >= 0 or table.streamer.is_below(key):
                 continue
             fill = table.streamer.begin(key, Purpose.LOOK_AHEAD)
             if fill is None:

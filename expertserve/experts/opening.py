@@ -17,11 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from expertserve.errors import ExpertReadError
-from expertserve.experts.budget import SlotPlan, plan_slots, size_classes
+from expertserve.experts.budget import SlotPlan, plan_slots, size_classes, tier_places
 from expertserve.experts.cache import DEFAULT_DECAY, ExpertSlotCache
 from expertserve.experts.disk import FileDisk
-from expertserve.experts.factory import make_slot_store, reads_mapped_files
+from expertserve.experts.factory import has_host_tier, make_host_tier, make_slot_store, reads_mapped_files
 from expertserve.experts.knee import knee_slots
+from expertserve.experts.memory import available_memory
 from expertserve.experts.pool import ReaderPool
 from expertserve.experts.profile import ModelIdentity, load_profile
 from expertserve.experts.reader import FileReader, open_reader
@@ -49,6 +50,7 @@ class LaneSettings:
         profile: file that keeps hotness between runs.
         trace: file that records routing.
         forced: serve experts unstreamed, from a mapping of the file: a test switch and the page cache's control.
+        host_cache: room in host memory for experts that lose their slot on a device.
     """
 
     device: str = "cpu"
@@ -61,6 +63,7 @@ class LaneSettings:
     profile: Path | None = None
     trace: Path | None = None
     forced: bool = False
+    host_cache: ExpertBudget = ExpertBudget("auto")
 
 
 class ModelFile(Protocol):
@@ -165,12 +168,13 @@ def _serves_mapped(settings: LaneSettings, plan: SlotPlan) -> bool:
 def assemble_parts(plan: SlotPlan, reader: FileReader, settings: LaneSettings, stats: ExpertStats) -> LaneParts:
     """Builds the parts of a plan; takes the reader over, also when it fails."""
     tables: dict[int, LayerTable] = {}
-    streamers = []
+    streamers: list[ExpertStreamer] = []
     with ExitStack() as undo:
         undo.callback(reader.close)
         pool = ReaderPool(reader, settings.threads)
         undo.pop_all()
         undo.callback(pool.close)
+        places = _tier_places(plan, settings)
         for group, slot_count in zip(plan.classes, plan.slots, strict=True):
             store = make_slot_store(
                 settings.device, slot_count, group.layout.slot_bytes, huge_pages=settings.huge_pages
@@ -178,11 +182,26 @@ def assemble_parts(plan: SlotPlan, reader: FileReader, settings: LaneSettings, s
             undo.callback(store.close)
             uids = [(tower.uid, tower.num_experts) for tower in group.towers]
             cache = ExpertSlotCache(uids, slot_count, decay=settings.decay)
-            streamer = ExpertStreamer(group.towers, group.layout, store, cache, pool, stats)
+            tier = make_host_tier(store, places[len(streamers)], cache.hotness)
+            streamer = ExpertStreamer(group.towers, group.layout, store, cache, pool, stats, tier)
             streamers.append(streamer)
             tables.update((tower.layer, LayerTable.of(tower, streamer)) for tower in group.towers)
         undo.pop_all()
     return LaneParts(plan, pool, tables, tuple(streamers), None, {}, ())
+
+
+def _tier_places(plan: SlotPlan, settings: LaneSettings) -> tuple[int, ...]:
+    """Experts of each class that the host holds behind the slots."""
+    if not has_host_tier(settings.device):
+        return (0,) * len(plan.classes)
+    memory = available_memory()
+    return tier_places(plan, settings.host_cache, memory.nbytes - memory.reserve_bytes)
+
+
+def _about_tiers(streamers: Sequence[ExpertStreamer]) -> dict[str, int]:
+    """What the ON line says of host tiers, where there are any."""
+    places = sum(streamer.tier.places for streamer in streamers if streamer.tier is not None)
+    return {"host_slots": places} if places else {}
 
 
 def announce(stats: ExpertStats, parts: LaneParts, settings: LaneSettings) -> None:
@@ -196,6 +215,7 @@ def announce(stats: ExpertStats, parts: LaneParts, settings: LaneSettings) -> No
         classes=len(parts.plan.classes),
         mode=stats.read_mode,
         threads=settings.threads,
+        **_about_tiers(parts.streamers),
     )
 
 

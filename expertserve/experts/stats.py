@@ -25,6 +25,8 @@ class PhaseCounters:
         rows: rows they computed.
         hits: distinct experts a layer asked for that were resident, or already being read by look-ahead.
         misses: distinct experts a layer asked for that had to be read.
+        lifted: the part of `hits` that came up from the host tier.
+        kept: the part of `evictions` that went down into the host tier.
         evictions: resident experts that gave up their slot.
         fills: experts read in full, for whatever reason.
         lookahead_reads: fills asked for by look-ahead.
@@ -62,6 +64,8 @@ class PhaseCounters:
     failed_misses: int = 0
     drafted: int = 0
     accepted: int = 0
+    lifted: int = 0
+    kept: int = 0
     lookahead_used: int = 0
     lookahead_late: int = 0
     lookahead_wasted: int = 0
@@ -104,7 +108,7 @@ def format_totals(total: PhaseCounters, read_mode: str) -> str:
         f"[expert-stream] steps={total.steps} hits={total.hits} misses={total.misses} evictions={total.evictions} "
         f"fills={total.fills} bytes={total.bytes} exhausted={total.exhausted} advised={total.advised} "
         f"forced={total.forced} lookahead={total.lookahead_reads} preloads={total.preloads} failed={total.failed} "
-        f"mode={read_mode} drafted={total.drafted} accepted={total.accepted}"
+        f"mode={read_mode} drafted={total.drafted} accepted={total.accepted} lifted={total.lifted} kept={total.kept}"
     )
 
 

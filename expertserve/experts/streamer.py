@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from expertserve.errors import ExpertReadError
 from expertserve.experts.cache import ExpertSlotCache
+from expertserve.experts.host_tier import HostTier
 from expertserve.experts.layout import SlotLayout
 from expertserve.experts.pool import Fill, ReaderPool
 from expertserve.experts.reader import SliceReads
@@ -37,6 +38,7 @@ class ExpertStreamer:
     Attributes:
         address: [roles, keys] uint64.
         filling: fills under way, by key.
+        tier: where evicted experts go and come back from, or None.
     """
 
     def __init__(
@@ -47,12 +49,14 @@ class ExpertStreamer:
         cache: ExpertSlotCache,
         pool: ReaderPool,
         stats: ExpertStats,
+        tier: HostTier | None = None,
     ) -> None:
         self.layout = layout
         self.store = store
         self.cache = cache
         self.address: NDArray[np.uint64] = np.zeros((len(layout.slice_bytes), cache.num_keys), np.uint64)
         self.filling: dict[int, Fill] = {}
+        self.tier = tier
         self._pool = pool
         self._stats = stats
         self._purpose: dict[int, Purpose] = {}
@@ -67,8 +71,9 @@ class ExpertStreamer:
         if place is None:
             return None
         if place.evicted is not None:
-            self.address[:, place.evicted] = 0
-            self._stats.current.evictions += 1
+            self._withdraw(place.evicted)
+            if self.tier is not None:
+                self._stats.current.kept += self.tier.keep(place.evicted, place.slot)
         try:
             buffer = self.store.slot_for_write(place.slot)
         except BaseException:
@@ -79,6 +84,32 @@ class ExpertStreamer:
         self._purpose[key] = purpose
         self._pool.submit(fill, buffer, urgent=purpose is not Purpose.LOOK_AHEAD)
         return fill
+
+    def is_below(self, key: int) -> bool:
+        """Whether an expert lies in the host tier."""
+        return self.tier is not None and key in self.tier
+
+    def lift(self, key: int) -> bool:
+        """Makes an expert of the host tier resident without a read; False when no slot is to be had now."""
+        assert self.tier is not None
+        place = self.cache.begin_fill(key)
+        if place is None:
+            return False
+        if place.evicted is not None:
+            self._withdraw(place.evicted)
+        self._stats.current.kept += self.tier.lift(key, place.slot, place.evicted)
+        self._publish(key, place.slot)
+        return True
+
+    def _withdraw(self, key: int) -> None:
+        self.address[:, key] = 0
+        self._stats.current.evictions += 1
+
+    def _publish(self, key: int, slot: int) -> None:
+        base = self.store.slot_for_read(slot).pointer
+        for role, (offset, shift) in enumerate(zip(self.layout.offsets, self._reads_of(key).shifts, strict=True)):
+            self.address[role, key] = base + offset + shift
+        self.cache.finish_fill(key)
 
     def cancel(self, key: int) -> bool:
         """Takes a guess back if its reading has not begun."""
@@ -101,10 +132,7 @@ class ExpertStreamer:
             return self._named(fill.key, error)
         del self.filling[fill.key], self._purpose[fill.key]
         self.store.commit_slot(fill.slot, self.layout.slot_bytes)
-        base = self.store.slot_for_read(fill.slot).pointer
-        for role, (offset, shift) in enumerate(zip(self.layout.offsets, fill.reads.shifts, strict=True)):
-            self.address[role, fill.key] = base + offset + shift
-        self.cache.finish_fill(fill.key)
+        self._publish(fill.key, fill.slot)
         counters.fills += 1
         counters.advised += fill.advised
         counters.lookahead_reads += purpose is Purpose.LOOK_AHEAD

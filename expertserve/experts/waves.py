@@ -59,7 +59,7 @@ class Waves:
         table.cache.pin(keys[hits])
         pinned = keys[hits]
         try:
-            awaited, missing = self._sort_out(table, keys, np.flatnonzero(~resident))
+            awaited, missing, below = self._sort_out(table, keys, np.flatnonzero(~resident))
             counters.hits += len(hits) + len(awaited)
             counters.misses += len(missing)
             self._start_reads(table, keys, missing, awaited)
@@ -67,10 +67,12 @@ class Waves:
             if len(hits):
                 pinned = pinned[:0]  # the kernel's call lets go of them from here on
                 self._compute(table, groups, hits, compute)
-            while awaited or missing:
+            while awaited or missing or below:
                 self._start_reads(table, keys, missing, awaited)
                 self._look_ahead(missing)
-                ready = self._await_reads(table, keys, awaited, missing)
+                ready = self._lift(table, keys, below, missing)
+                if not len(ready):
+                    ready = self._await_reads(table, keys, awaited, missing or below)
                 if len(ready):
                     self._compute(table, groups, ready, compute)
         except BaseException:
@@ -82,18 +84,44 @@ class Waves:
 
     def _sort_out(
         self, table: LayerTable, keys: NDArray[np.int64], absent: NDArray[np.int64]
-    ) -> tuple[dict[Fill, int], deque[int]]:
-        """Splits absent groups into those already being read and those to read."""
+    ) -> tuple[dict[Fill, int], deque[int], deque[int]]:
+        """Splits absent groups into those already being read, those to read, and those in the host tier."""
         awaited: dict[Fill, int] = {}
         missing: deque[int] = deque()
+        below: deque[int] = deque()
         for group in absent.tolist():
-            fill = table.streamer.filling.get(int(keys[group]))
+            key = int(keys[group])
+            fill = table.streamer.filling.get(key)
             if fill is None:
-                missing.append(group)
+                (below if table.streamer.is_below(key) else missing).append(group)
             else:
                 awaited[fill] = group
                 self._pool.promote(fill)
-        return awaited, missing
+        return awaited, missing, below
+
+    def _lift(
+        self, table: LayerTable, keys: NDArray[np.int64], below: deque[int], missing: deque[int]
+    ) -> NDArray[np.int64]:
+        """Brings up as many from the host tier as there are slots for; pins and returns their groups.
+
+        One that a fill has pushed out of the tier meanwhile is missing like any other.
+        """
+        if below:
+            self._running.release()
+        counters, lifted = self._stats.current, list[int]()
+        while below:
+            key = int(keys[below[0]])
+            if not table.streamer.is_below(key):
+                missing.append(below.popleft())
+                counters.misses += 1
+            elif table.streamer.lift(key):
+                lifted.append(below.popleft())
+                table.cache.pin(keys[lifted[-1:]])
+            else:
+                break
+        counters.hits += len(lifted)
+        counters.lifted += len(lifted)
+        return np.sort(np.array(lifted, np.int64))
 
     def _start_reads(
         self, table: LayerTable, keys: NDArray[np.int64], missing: deque[int], awaited: dict[Fill, int]

@@ -2,7 +2,8 @@
 
 A stream queues commands and executes them only when somebody waits for it, so that whatever the host changes too early,
 or a kernel reads without having waited for its copy, shows as garbage. Uploads poison their target when they are
-queued. Device memory is host memory that nothing but commands may touch.
+queued, unless the same stream has yet to copy it to the host. Device memory is host memory, which only
+commands may touch.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ class FakeStream(device.Stream):
     def __init__(self, owner: FakeDevice) -> None:
         self._owner = owner
         self._queue: deque[Callable[[], None]] = deque()
+        self._downloads: list[tuple[int, int, int]] = []  # position, address, bytes of those not executed
         self.executed = 0
         self._queued = 0
 
@@ -83,8 +85,16 @@ class FakeStream(device.Stream):
     def run(self, command: Command) -> None:
         if isinstance(command, Upload):
             self._owner.check(command.address, command.source.nbytes)
-            at(command.address, command.source.nbytes)[:] = POISON
+            if not self._is_awaited(command.address, command.source.nbytes):
+                at(command.address, command.source.nbytes)[:] = POISON
+        elif isinstance(command, Download):
+            self._downloads.append((self._queued, command.address, command.target.nbytes))
         self._push(lambda: self._owner.execute(command))
+
+    def _is_awaited(self, address: int, nbytes: int) -> bool:
+        """Whether a copy to the host, queued before, is still to read some of these bytes."""
+        self._downloads = [download for download in self._downloads if download[0] >= self.executed]
+        return any(start < address + nbytes and address < start + size for _, start, size in self._downloads)
 
     def prepare(self, commands: Sequence[Command]) -> Callable[[], None]:
         def start() -> None:

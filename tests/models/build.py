@@ -18,7 +18,7 @@ from expertserve.models.forward import Forward
 from expertserve.models.registry import load_model
 from expertserve.ops.base import KVType
 from expertserve.ops.factory import make_backend
-from expertserve.values import parse_budget
+from expertserve.values import parse_budget, parse_budget_or_off
 
 
 @contextmanager
@@ -36,13 +36,20 @@ def open_forward(
     stats: ExpertStats | None = None,
     draft: bool = False,
     state_slots: int | None = None,
+    host_cache: str = "auto",
 ) -> Iterator[Forward]:
     """A loaded model; `budget` is what `--expert-cache` takes."""
     file = GGUFFile.open(path)
     model = load_model(file, draft=draft)
     backend = make_backend(device, threads=2, flash_attention=flash)
     backend.check(model.dense_weights(), model.towers.values())
-    settings = LaneSettings(device=device, budget=parse_budget(budget), reader=reader, lookahead=lookahead)
+    settings = LaneSettings(
+        device=device,
+        budget=parse_budget(budget),
+        reader=reader,
+        lookahead=lookahead,
+        host_cache=parse_budget_or_off(host_cache),
+    )
     stats = stats or ExpertStats(every=0, emit=lambda line: None)
     lane = ExpertLane.open(file, model.towers, model.hp.top_k, settings, stats)
     backend.load_weights(model.dense_weights(), file.read_tensor, lambda nbytes: None)
