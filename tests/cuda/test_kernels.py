@@ -13,7 +13,7 @@ from gguf import GGMLQuantizationType
 from numpy.typing import NDArray
 
 from expertserve.ops.base import Rope, RopeStyle
-from expertserve.ops.cuda.source import FORMATS, MOST_HEADS
+from expertserve.ops.cuda.source import FORMATS, MOST_HEADS, QUERIES_AND_CELLS, attend_many
 from expertserve.ops.reference import sigmoid
 from expertserve.ops.rope import rope_frequencies
 from tests.cuda.emulator import THREADS, available, emulator
@@ -166,7 +166,7 @@ def test_rope(style: RopeStyle, dims: int) -> None:
 @pytest.mark.parametrize("stretch", [7, 64])
 def test_attention(cell: str, heads: int, kv_heads: int, k_dim: int, v_dim: int, stretch: int) -> None:
     rng = np.random.default_rng(6)
-    rows, n_kv, most = 3, 50, next(most for most in MOST_HEADS if max(k_dim, v_dim) <= most)
+    rows, n_kv, most = 19, 50, next(most for most in MOST_HEADS if max(k_dim, v_dim) <= most)
     dtype = np.float16 if cell == "HalfCell" else f32
     q = rng.standard_normal((rows, heads, k_dim)).astype(f32)
     new = [rng.standard_normal((n_kv, kv_heads, dim)).astype(f32) for dim in (k_dim, v_dim)]
@@ -179,18 +179,23 @@ def test_attention(cell: str, heads: int, kv_heads: int, k_dim: int, v_dim: int,
     mask = np.where(rng.random((rows, n_kv)) < 0.5, 0, -np.inf).astype(np.float16)
     mask[1] = -np.inf
     mask[1, 20] = 0  # one visible cell: most stretches see nothing
+    mask[:, 32:40] = -np.inf  # a chunk that no row sees
     splits = blocks(n_kv, stretch)
     part = np.full((rows, heads, splits, v_dim + 2), np.nan, f32)
     sizes = tuple(map(i32, (kv_heads, k_dim, v_dim, kv_heads * v_dim, n_kv, stretch)))
     emulator().launch(
         f"attend<{cell}, {most}>", (heads, splits, rows), q, *caches, mask, part, *sizes, f32(k_dim**-0.5)
     )
-    out = np.full((rows, heads, v_dim), np.nan, f32)
+    out, at_once = np.full((2, rows, heads, v_dim), np.nan, f32)
     emulator().launch("merge_attention", (heads, rows), part, out, i32(splits), i32(v_dim))
+    grid = (heads, blocks(rows, QUERIES_AND_CELLS[most][0]))
+    emulator().launch(attend_many(cell, most), grid, q, *caches, mask, at_once, i32(rows), *sizes[:5], f32(k_dim**-0.5))
     k, v = (cache.astype(f32).repeat(heads // kv_heads, axis=1) for cache in caches)
     scores = np.einsum("qhd,khd->hqk", q, k) * k_dim**-0.5 + mask.astype(f32)
     probs = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    close(out, np.einsum("hqk,khd->qhd", probs / probs.sum(axis=-1, keepdims=True), v))
+    want = np.einsum("hqk,khd->qhd", probs / probs.sum(axis=-1, keepdims=True), v)
+    close(out, want)
+    close(at_once, want)
 
 
 def test_a_barrier_some_threads_never_reach_is_an_error() -> None:

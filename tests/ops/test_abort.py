@@ -15,7 +15,7 @@ from expertserve.experts.final_line import install_final_line
 from expertserve.experts.stats import ExpertStats
 stats = ExpertStats(every=0)
 install_final_line(stats)
-load_model(resolve({"model": sys.argv[1]}), stats)
+load_model(resolve({"model": sys.argv[1], "device": "cpu"}), stats)
 from expertserve.ops.ggml.library import ggml
 ggml.lib.ggml_abort(b"somewhere.c", 7, b"a broken promise")
 """

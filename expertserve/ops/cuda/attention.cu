@@ -88,3 +88,88 @@ __global__ void merge_attention(const float *part, float *out, int splits, int v
         out[head * v_dim + i] = value / total;
     }
 }
+
+// QUERIES rows of one query head over all KV cells, CELLS at a time, by online softmax: FlashAttention's order (Dao et
+// al. 2022), for batches of many rows. Keys, then values, of a chunk pass through shared memory; thread t sums columns
+// t, t + 128, ... of every row. Chunks that the mask hides from all rows are skipped. Grid: heads, rows / QUERIES.
+template <class T, int MOST, int QUERIES, int CELLS>
+__global__ void attend_many(const float *q, const typename T::type *keys, const typename T::type *values,
+                            const u16 *mask, float *out, int rows, int kv_heads, int k_dim, int v_dim, int v_width,
+                            int n_kv, float scale) {
+    const int PARTS = (MOST + 32 * WARPS - 1) / (32 * WARPS);
+    __shared__ float query[QUERIES][MOST], cell[CELLS][MOST + 1], weight[QUERIES][CELLS];
+    __shared__ float maximum[QUERIES], sum[QUERIES], keep[QUERIES];
+    __shared__ int visible;
+    int t = threadIdx.x, head = blockIdx.x, kv_head = head / (gridDim.x / kv_heads), first = blockIdx.y * QUERIES;
+    int count = rows - first < QUERIES ? rows - first : QUERIES;
+    for (int i = t; i < count * k_dim; i += blockDim.x)
+        query[i / k_dim][i % k_dim] =
+            q[((long long)(first + i / k_dim) * gridDim.x + head) * k_dim + i % k_dim] * scale;
+    if (t < QUERIES) maximum[t] = -INFINITY, sum[t] = 0;
+    float acc[QUERIES][PARTS];
+    for (int r = 0; r < QUERIES; r++)
+        for (int j = 0; j < PARTS; j++) acc[r][j] = 0;
+    for (int start = 0; start < n_kv; start += CELLS) {
+        int width = n_kv - start < CELLS ? n_kv - start : CELLS;
+        __syncthreads();  // the chunk before has been used
+        if (t == 0) visible = 0;
+        __syncthreads();
+        for (int i = t; i < count * CELLS; i += blockDim.x) {
+            int r = i / CELLS, c = i % CELLS;
+            float bias = c < width ? half_to_float(mask[(long long)(first + r) * n_kv + start + c]) : -INFINITY;
+            weight[r][c] = bias;
+            if (bias != -INFINITY) visible = 1;
+        }
+        __syncthreads();
+        if (!visible) continue;
+        for (int i = t; i < width * k_dim; i += blockDim.x)
+            cell[i / k_dim][i % k_dim] =
+                T::get(keys[((long long)(start + i / k_dim) * kv_heads + kv_head) * k_dim + i % k_dim]);
+        __syncthreads();
+        for (int i = t; i < count * CELLS; i += blockDim.x) {
+            int r = i / CELLS, c = i % CELLS;
+            if (weight[r][c] == -INFINITY) continue;
+            float score = 0;
+            for (int d = 0; d < k_dim; d++) score += query[r][d] * cell[c][d];
+            weight[r][c] += score;
+        }
+        __syncthreads();
+        if (t < count) {
+            float above = maximum[t], total = 0;
+            for (int c = 0; c < CELLS; c++) above = fmaxf(above, weight[t][c]);
+            keep[t] = maximum[t] == -INFINITY ? 0 : expf(maximum[t] - above);
+            for (int c = 0; c < CELLS; c++) {
+                float w = weight[t][c] == -INFINITY ? 0 : expf(weight[t][c] - above);
+                weight[t][c] = w;
+                total += w;
+            }
+            maximum[t] = above;
+            sum[t] = sum[t] * keep[t] + total;
+        }
+        for (int i = t; i < width * v_dim; i += blockDim.x)
+            cell[i / v_dim][i % v_dim] =
+                T::get(values[(long long)(start + i / v_dim) * v_width + kv_head * v_dim + i % v_dim]);
+        __syncthreads();
+#pragma unroll
+        for (int r = 0; r < QUERIES; r++) {
+            if (r >= count) break;
+#pragma unroll
+            for (int j = 0; j < PARTS; j++) acc[r][j] *= keep[r];
+            for (int c = 0; c < width; c++) {
+                float w = weight[r][c];
+                if (w == 0) continue;  // what no row sees may never have been written
+#pragma unroll
+                for (int j = 0; j < PARTS; j++)
+                    if (t + 32 * WARPS * j < v_dim) acc[r][j] += w * cell[c][t + 32 * WARPS * j];
+            }
+        }
+    }
+#pragma unroll
+    for (int r = 0; r < QUERIES; r++)
+#pragma unroll
+        for (int j = 0; j < PARTS; j++) {
+            int d = t + 32 * WARPS * j;
+            if (r < count && d < v_dim)
+                out[((long long)(first + r) * gridDim.x + head) * v_dim + d] = acc[r][j] / sum[r];
+        }
+}

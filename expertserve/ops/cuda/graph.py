@@ -28,7 +28,17 @@ from expertserve.ops.base import (
 )
 from expertserve.ops.cuda.device import THREADS, Command, Download, Launch, Product
 from expertserve.ops.cuda.scratch import Value
-from expertserve.ops.cuda.source import CELL_OF, GATED_OF, MOST_HEADS, MOST_KEY, MOST_TAPS, TILE, WARPS
+from expertserve.ops.cuda.source import (
+    CELL_OF,
+    GATED_OF,
+    MOST_HEADS,
+    MOST_KEY,
+    MOST_TAPS,
+    QUERIES_AND_CELLS,
+    TILE,
+    WARPS,
+    attend_many,
+)
 
 if TYPE_CHECKING:
     from expertserve.ops.cuda.backend import CudaBackend, Weight
@@ -38,8 +48,8 @@ MATVEC_ROWS = 2 * TILE
 PRODUCT_BYTES = 64 << 20
 """Most bytes of weights written out at once."""
 STRETCH = 256
-"""KV cells that one block attends to, while there are few rows."""
-FEW_ROWS = 16
+"""KV cells that one block attends to, where the rows are too few to occupy the device."""
+MANY_ROWS = 16
 
 
 class CudaTensor(Tensor):
@@ -326,17 +336,17 @@ class CudaGraph(base.Graph):
                 continue
             n = kv.num_heads * dim
             self._run(f"write_cells<{cell}>", (blocks(n, THREADS), rows), x, self._buffer("cells"), cache, n)
-        stretch = STRETCH if rows < FEW_ROWS else n_kv
-        splits = blocks(n_kv, stretch)
-        part = self._new(rows, heads, splits, kv.v_dim + 2)
+        most, out = most_head(kv), self._new(rows, heads * kv.v_dim)
         v_width = kv.k_dim if kv.values_in_keys else kv.num_heads * kv.v_dim
-        self._run(
-            f"attend<{cell}, {most_head(kv)}>",
-            (heads, splits, rows),
-            *(q, keys, values, self._buffer("mask"), part),
-            *(kv.num_heads, kv.k_dim, kv.v_dim, v_width, n_kv, stretch, float(scale)),
-        )
-        out = self._new(rows, heads * kv.v_dim)
+        sources, dims = (q, keys, values, self._buffer("mask")), (kv.num_heads, kv.k_dim, kv.v_dim, v_width)
+        if rows >= MANY_ROWS:
+            tiles = blocks(rows, QUERIES_AND_CELLS[most][0])
+            self._run(attend_many(cell, most), (heads, tiles), *sources, out, rows, *dims, n_kv, float(scale))
+            return out
+        splits = blocks(n_kv, STRETCH)
+        part = self._new(rows, heads, splits, kv.v_dim + 2)
+        kernel = f"attend<{cell}, {most}>"
+        self._run(kernel, (heads, splits, rows), *sources, part, *dims, n_kv, STRETCH, float(scale))
         self._run("merge_attention", (heads, rows), part, out, splits, kv.v_dim)
         return out
 

@@ -24,6 +24,8 @@ GATED_OF = {Activation.SILU: "SiluGated"}
 WARPS = 4
 TILE = 8
 MOST_HEADS = (128, 256, 576)
+QUERIES_AND_CELLS = {128: (16, 32), 256: (16, 16), 576: (8, 8)}
+"""What fits shared memory together, by the longest head."""
 MOST_TAPS = 8
 MOST_KEY = 256
 PLAIN_KERNELS = (
@@ -50,7 +52,14 @@ def expert_kernels(gate: str, up: str, down: str) -> list[str]:
 
 def cell_kernels(cell: str) -> list[str]:
     """Kernels over a KV cache of such elements."""
-    return [f"write_cells<{cell}>", *(f"attend<{cell}, {most}>" for most in MOST_HEADS)]
+    few = [f"attend<{cell}, {most}>" for most in MOST_HEADS]
+    return [f"write_cells<{cell}>", *few, *(attend_many(cell, most) for most in MOST_HEADS)]
+
+
+def attend_many(cell: str, most: int) -> str:
+    """The attention kernel for many rows."""
+    queries, cells = QUERIES_AND_CELLS[most]
+    return f"attend_many<{cell}, {most}, {queries}, {cells}>"
 
 
 def kernel_names(formats: Iterable[str] = FORMATS) -> list[str]:
