@@ -352,7 +352,7 @@ class Engine:
         stops = sequence.stop_filter
         text = "" if ended else stops.push(sequence.text_stream.push(token))
         self._emit(sequence, TokenEvent(token, text, logprob))
-        if ended or stops.stopped:
+        if ended or stops.stopped or sequence.sampler.ended:
             return "stop"
         return "length" if sequence.generated >= sequence.max_new else None
 

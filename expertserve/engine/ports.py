@@ -47,6 +47,21 @@ class TextStream(Protocol):
     def flush(self) -> str: ...
 
 
+class ConstraintState(Protocol):
+    """Which tokens may come next in one text, [vocab]; `ended` once nothing may."""
+
+    @property
+    def ended(self) -> bool: ...
+    def mask(self) -> NDArray[np.bool_]: ...
+    def accept(self, token_id: int, /) -> None: ...
+
+
+class Constraint(Protocol):
+    """What a text must look like."""
+
+    def start(self) -> ConstraintState: ...
+
+
 class TextSource(Protocol):
     """The part of a tokenizer that the engine uses."""
 

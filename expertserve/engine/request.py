@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from expertserve.engine.ports import Constraint
 from expertserve.errors import ExpertServeError
 
 FinishReason = Literal["stop", "length", "cancelled"]
@@ -36,6 +37,7 @@ class SamplingParams:
         ignore_eos: end-of-generation tokens do not end the text.
         logprobs: k gives each token's log-probability with the k best beside it; None gives none.
         prompt_logprobs: the same for the prompt's tokens.
+        constraint: what the text must look like; it ends the text where nothing may follow.
         forced: the first tokens are these, whatever the logits say (teacher forcing).
     """
 
@@ -54,6 +56,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    constraint: Constraint | None = None
     forced: tuple[int, ...] = ()
 
 

@@ -1,9 +1,10 @@
 """Chooses one token from a row of logits.
 
-The order is llama.cpp's: logit bias, penalties, then top-k, top-p, min-p and the temperature last, so top-p and min-p
-look at the model's untempered distribution. It owns the request's random generator and nothing else: a draw takes
-exactly one number from it and greedy none, so a request's tokens do not depend on what runs beside it. Ties are broken
-towards the lower token id everywhere. Log-probabilities are another module's and come from the unmodified logits.
+The order is llama.cpp's: logit bias, penalties, the constraint's mask, then top-k, top-p, min-p and the temperature
+last, so top-p and min-p look at the model's untempered distribution. It owns the request's random generator and its
+place in the constraint: a draw takes exactly one number from the generator and greedy none, so a request's tokens do
+not depend on what runs beside it. Ties are broken towards the lower token id everywhere. Log-probabilities are another
+module's and come from the unmodified logits.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class Sampler:
         seed = None if params.seed is None else params.seed & (2**64 - 1)
         self._generator = None if self._greedy else np.random.default_rng(seed)
         self._bias_ids = np.fromiter(params.logit_bias.keys(), np.int64)
+        self._constraint = None if params.constraint is None else params.constraint.start()
         with np.errstate(over="ignore"):  # a number too large for float32 is infinite
             self._temperature = np.float32(params.temperature)
             self._biases = np.array([*params.logit_bias.values()], np.float32)
@@ -43,8 +45,19 @@ class Sampler:
             params.repeat_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
         )
 
+    @property
+    def ended(self) -> bool:
+        """Whether the constraint lets no token follow."""
+        return self._constraint is not None and self._constraint.ended
+
     def sample(self, logits: Logits, history: NDArray[np.int32]) -> int:
         """Chooses a token; `history` is all tokens so far, prompt included. The logits are not changed."""
+        token = self._choose(logits, history)
+        if self._constraint is not None:
+            self._constraint.accept(token)
+        return token
+
+    def _choose(self, logits: Logits, history: NDArray[np.int32]) -> int:
         row = self._adjusted(logits, history)
         if self._generator is None:
             best = int(row.argmax())
@@ -58,12 +71,14 @@ class Sampler:
         return index if ids is None else int(ids[index])
 
     def _adjusted(self, logits: Logits, history: NDArray[np.int32]) -> Logits:
-        if not self._penalise and not len(self._bias_ids):
+        if not self._penalise and not len(self._bias_ids) and self._constraint is None:
             return logits
         row = logits.copy()
         row[self._bias_ids] += self._biases
         if self._penalise:
             self._apply_penalties(row, history)
+        if self._constraint is not None:
+            row[~self._constraint.mask()] = -np.inf
         return row
 
     def _apply_penalties(self, row: Logits, history: NDArray[np.int32]) -> None:

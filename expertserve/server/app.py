@@ -30,6 +30,7 @@ from expertserve.server.prompts import chat_choices, chat_prompt, check_ids, com
 from expertserve.server.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, tools_for_template
 from expertserve.server.state import ServedModel, ServerSettings, ServerState
 from expertserve.server.token_names import TokenNames
+from expertserve.text.grammar import GrammarCompiler
 
 
 def create_app(state: ServerState) -> FastAPI:
@@ -81,6 +82,7 @@ def _load(settings: Settings, stats: ExpertStats) -> ServedModel:
         engine=model.engine,
         tokenizer=model.tokenizer,
         chat_template=model.template,
+        grammars=GrammarCompiler(model.tokenizer),
         names=(settings.alias or model.name,),
         context_length=model.engine.context,
         fingerprint=_fingerprint(model.file.fingerprint()),

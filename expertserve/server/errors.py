@@ -24,7 +24,7 @@ _STATUS_TYPES = {
     429: "rate_limit_error",
 }
 # Fields that hold fields; of others, what follows in a location is a tag of pydantic's or a key the client made up.
-_NESTED = {"messages", "tools", "stream_options"}
+_NESTED = {"messages", "tools", "stream_options", "response_format", "structured_outputs"}
 
 
 class UnavailableError(ExpertServeError):
@@ -63,7 +63,7 @@ def _field_name(location: Iterable[int | str]) -> str | None:
     """messages[0].content from ("body", "messages", 0, "content", ...), without the tags pydantic adds for unions."""
     name = ""
     for part in list(location)[1:]:
-        if name and name.partition("[")[0] not in _NESTED:
+        if name and name.replace("[", ".").partition(".")[0] not in _NESTED:
             break
         if isinstance(part, int):
             name += f"[{part}]" if name else ""

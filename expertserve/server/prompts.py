@@ -14,6 +14,7 @@ from expertserve.errors import RequestError
 from expertserve.server.generation import Choice
 from expertserve.server.protocol import ChatBody, ChatMessage, CompletionBody, GenerationBody, tools_for_template
 from expertserve.server.state import ServedModel
+from expertserve.server.structure import requested_structure
 
 DEFAULT_COMPLETION_TOKENS = 16
 _RESERVED_TEMPLATE_NAMES = {"messages", "tools", "add_generation_prompt"}
@@ -166,6 +167,8 @@ def _choices(
     given = {name: value for name, value in values.items() if value is not None}
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     bias = _logit_bias(body, model)
+    structure = requested_structure(body)
+    constraint = None if structure is None else model.grammars.compile(*structure)
     return [
         Choice(
             prompt,
@@ -177,6 +180,7 @@ def _choices(
                 max_tokens=max_tokens,
                 logprobs=logprobs,
                 prompt_logprobs=prompt_logprobs,
+                constraint=constraint,
             ),
             prompt_index,
         )

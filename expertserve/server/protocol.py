@@ -31,13 +31,6 @@ _UNSERVED = {
     "audio": "audio output is not served",
     "function_call": "use tools in place of functions",
     "functions": "use tools in place of functions",
-    "grammar": "grammars are not served",
-    "guided_choice": "structured output is not served",
-    "guided_grammar": "structured output is not served",
-    "guided_json": "structured output is not served",
-    "guided_regex": "structured output is not served",
-    "json_schema": "structured output is not served",
-    "structured_outputs": "structured output is not served",
     "suffix": "insertion (suffix) is not served",
 }
 
@@ -81,6 +74,32 @@ class StreamOptions(Body):
     include_usage: bool | None = None
 
 
+class JsonSchema(Body):
+    name: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class ResponseFormat(Body):
+    """`schema` beside json_object is llama.cpp's."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+
+
+JsonSource = Annotated[dict[str, Any] | str, _described("a JSON schema, or its text")]
+
+
+class StructuredOutputs(Body):
+    """vLLM's form."""
+
+    json_: JsonSource | None = Field(None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+
 class GenerationBody(Body):
     """What chat and text completions share."""
 
@@ -104,6 +123,14 @@ class GenerationBody(Body):
     ignore_eos: bool | None = None
     return_tokens_as_token_ids: bool | None = Field(None, description='logprobs name tokens "token_id:N"')
     user: str | None = None
+    response_format: ResponseFormat | None = None
+    grammar: str | None = Field(None, description="GBNF, or Lark as llguidance reads it")
+    json_schema: dict[str, Any] | None = None
+    guided_json: JsonSource | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     def refuse_unserved(self) -> None:
         """Raise for a field whose meaning would be lost if it were ignored."""
@@ -176,7 +203,6 @@ class ChatBody(GenerationBody):
     top_logprobs: int | None = Field(None, ge=0)
     tools: list[Tool] | None = None
     tool_choice: str | dict[str, Any] | None = None
-    response_format: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
@@ -185,8 +211,6 @@ class ChatBody(GenerationBody):
         super().refuse_unserved()
         if self.top_logprobs is not None and not self.logprobs:
             raise RequestError("'top_logprobs' needs 'logprobs' to be true", param="top_logprobs")
-        if self.response_format is not None and self.response_format.get("type") != "text":
-            raise RequestError("only the response format 'text' is served", param="response_format")
         if self.tool_choice not in (None, "none", "auto"):
             raise RequestError("only the tool choices 'none' and 'auto' are served", param="tool_choice")
 

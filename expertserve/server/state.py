@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol
 from expertserve.engine.request import Request
 from expertserve.errors import ConfigError, ExpertServeError, RequestError
 from expertserve.server.errors import UnavailableError
+from expertserve.text.grammar import GrammarCompiler
 
 Status = Literal["loading", "ready", "failed", "draining"]
 
@@ -66,6 +67,7 @@ class ServedModel:
     engine: ServedEngine
     tokenizer: ServedTokenizer
     chat_template: ServedTemplate | None
+    grammars: GrammarCompiler
     names: tuple[str, ...]
     context_length: int
     fingerprint: str

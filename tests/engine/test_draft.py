@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from expertserve.engine.draft import TRIAL
 from expertserve.engine.request import SamplingParams
@@ -73,6 +77,42 @@ def test_sampled_tokens_are_those_without_drafts(make_rig: MakeRig) -> None:
     run_to_end(rig.engine)
     assert_got(client, rig.oracle.expect(client.request.prompt, params))
     assert rig.engine.snapshot()["drafts_accepted"] > 10
+
+
+class Cycle:
+    """Lets through the tokens whose remainder by 3 is the number of those before, by 3; ends after 40."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def start(self) -> Cycle:
+        return Cycle()
+
+    @property
+    def ended(self) -> bool:
+        return self.count == 40
+
+    def mask(self) -> NDArray[np.bool_]:
+        return np.arange(97) % 3 == self.count % 3
+
+    def accept(self, token_id: int, /) -> None:
+        assert self.mask()[token_id]
+        self.count += 1
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_a_constraint_holds_under_drafts_and_gives_the_tokens_without(make_rig: MakeRig, drafts: int) -> None:
+    params = SamplingParams(temperature=0, constraint=Cycle(), ignore_eos=True, max_tokens=100)
+    rig = make_rig(parallel=1, draft="mtp-always" if drafts else "off", draft_tokens=drafts)
+    client = Client("a", prompt(4, 30), params)
+    rig.engine.submit(client.request)
+    run_to_end(rig.engine)
+    expected = rig.oracle.expect(client.request.prompt, replace(params, max_tokens=40))
+    assert (client.tokens, client.text) == (expected.tokens, expected.text)
+    assert [token % 3 for token in client.tokens] == [i % 3 for i in range(40)]
+    assert client.finish is not None and client.finish.reason == "stop"
+    assert not drafts or rig.engine.snapshot()["drafts_accepted"] > 3
+    assert_nothing_leaks(rig.engine)
 
 
 def test_a_draft_that_fails_costs_no_token(make_rig: MakeRig) -> None:

@@ -16,6 +16,7 @@ from expertserve.engine.request import SamplingParams
 from expertserve.errors import RequestError
 from expertserve.models.batch import Batch
 from expertserve.server.state import ServedModel
+from expertserve.text.grammar import GrammarCompiler
 from tests.engine.fakes import Expected, HashForward, Oracle
 
 BOS, EOS, VOCAB = 256, 257, 258
@@ -53,6 +54,9 @@ class ByteTokenizer:
 
     def token_text(self, id: int) -> str:
         return self.token_bytes(id).decode("utf-8", "replace")
+
+    def is_special(self, id: int) -> bool:
+        return id >= 256
 
     def shown(self, id: int) -> bytes:
         return self.token_bytes(id) if id < 256 else b""
@@ -96,6 +100,7 @@ class World:
             engine=self.engine,
             tokenizer=self.tokenizer,
             chat_template=PlainTemplate(),
+            grammars=GrammarCompiler(self.tokenizer),
             names=(MODEL, "other-name"),
             context_length=self.engine.context,
             fingerprint="fp_test",

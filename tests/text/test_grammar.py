@@ -1,0 +1,127 @@
+"""Masks: a text made of masked tokens only is a text of the grammar, whatever the model prefers."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+
+from expertserve.engine.request import SamplingParams
+from expertserve.engine.sampler import Sampler
+from expertserve.errors import RequestError
+from expertserve.text.grammar import Grammar, GrammarCompiler, GrammarSource, schema_source
+from tests.server.hash_world import EOS, VOCAB, ByteTokenizer
+
+COMPILER = GrammarCompiler(ByteTokenizer())
+# Bytes that end strings, numbers and lists: without a liking for them a random text takes long to end.
+ENDING = {ord(char): 4.0 for char in '"}],'} | {EOS: 4.0}
+
+
+def random_text(grammar: Grammar, seed: int, limit: int = 4000) -> str:
+    """What a model that knows nothing writes under the grammar."""
+    rng = np.random.default_rng(seed)
+    sampler = Sampler(SamplingParams(seed=seed, constraint=grammar, logit_bias=ENDING))
+    tokens: list[int] = []
+    while not sampler.ended:
+        assert len(tokens) < limit, bytes(tokens)
+        logits = rng.normal(0, 2, VOCAB).astype(np.float32)
+        token = sampler.sample(logits, np.array(tokens, np.int32))
+        if token == EOS:
+            break
+        tokens.append(token)
+    return bytes(tokens).decode()
+
+
+def random_schema(rng: np.random.Generator, depth: int = 0) -> dict[str, Any]:
+    kinds = ["string", "integer", "number", "boolean", "null", "enum", "const", "ref"]
+    if depth < 3:
+        kinds += ["object", "object", "array", "anyOf"]
+    kind = kinds[rng.integers(len(kinds))] if depth else "object"
+    low = int(rng.integers(0, 4))
+    high = low + int(rng.integers(0, 5))
+    if kind == "string":
+        forms: list[dict[str, Any]] = [{"minLength": low, "maxLength": high}, {"pattern": "^[a-f]{2,5}-[0-9]+$"}]
+        forms += [{"format": "date"}, {"format": "uuid"}]
+        return {"type": "string", **forms[rng.integers(len(forms))]}
+    if kind == "integer":
+        return {"type": "integer", "minimum": -low * 100, "maximum": high * 1000}
+    if kind == "enum":
+        return {"enum": [["a", "b"], ["\u00e4\u00f6", 5, None, True], ['"quoted"', "back\\slash"]][rng.integers(3)]}
+    if kind == "const":
+        return {"const": [{"x": [1]}, "fixed", 17][rng.integers(3)]}
+    if kind == "ref":
+        return {"$ref": "#/$defs/leaf"}
+    if kind == "anyOf":
+        return {"anyOf": [random_schema(rng, depth + 1) for _ in range(2)]}
+    if kind == "array":
+        return {"type": "array", "items": random_schema(rng, depth + 1), "minItems": low, "maxItems": high}
+    if kind == "object":
+        names = [f"p{i}" for i in range(int(rng.integers(1, 5)))]
+        return {
+            "type": "object",
+            "properties": {name: random_schema(rng, depth + 1) for name in names},
+            "required": [name for name in names if rng.random() < 0.7],
+            "additionalProperties": False,
+        }
+    return {"type": kind}
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_two_hundred_random_schemas_give_json_that_is_valid_by_them(part: int) -> None:
+    for seed in range(50 * part, 50 * part + 50):
+        schema = random_schema(np.random.default_rng(seed))
+        schema["$defs"] = {"leaf": {"type": "object", "properties": {"v": {"type": "boolean"}}, "required": ["v"],
+                                    "additionalProperties": False}}  # fmt: skip
+        text = random_text(COMPILER.compile(schema_source(schema), "response_format"), seed)
+        jsonschema.Draft202012Validator(schema).validate(json.loads(text))
+
+
+def test_any_object_is_an_object() -> None:
+    grammar = COMPILER.compile(schema_source({"type": "object"}), "response_format")
+    for seed in range(20):
+        assert isinstance(json.loads(random_text(grammar, seed)), dict)
+
+
+@pytest.mark.parametrize(
+    ("source", "texts"),
+    [
+        (GrammarSource("choice", '["yes", "no"]'), {"yes", "no"}),
+        (GrammarSource("regex", "a|bc"), {"a", "bc"}),
+        (GrammarSource("gbnf", 'root ::= "x" tail\ntail ::= "1" | "2"'), {"x1", "x2"}),
+        (GrammarSource("lark", 'start: "q" /[rs]/'), {"qr", "qs"}),
+    ],
+)
+def test_each_kind_of_grammar_gives_its_texts_and_no_other(source: GrammarSource, texts: set[str]) -> None:
+    grammar = COMPILER.compile(source, "grammar")
+    assert {random_text(grammar, seed) for seed in range(30)} == texts
+
+
+def test_states_of_one_grammar_do_not_meet() -> None:
+    grammar = COMPILER.compile(GrammarSource("choice", '["ab", "cd"]'), "grammar")
+    first, second = grammar.start(), grammar.start()
+    first.mask()
+    first.accept(ord("a"))
+    assert np.flatnonzero(first.mask()).tolist() == [ord("b")]
+    assert np.flatnonzero(second.mask()).tolist() == [ord("a"), ord("c")]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        GrammarSource("json_schema", '{"type": "nothing"}'),
+        GrammarSource("json_schema", '{"not": {"type": "string"}}'),
+        GrammarSource("regex", "(?=a)b"),
+        GrammarSource("regex", "(" * 50_000),
+        GrammarSource("gbnf", "root ::= " + "(" * 5000),
+        GrammarSource("gbnf", "root ::= missing"),
+        GrammarSource("lark", "x" * 300_000),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused_in_one_line(source: GrammarSource) -> None:
+    with pytest.raises(RequestError) as caught:
+        COMPILER.compile(source, "the.field")
+    assert caught.value.param == "the.field"
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
