@@ -114,15 +114,16 @@ def _add_generation_routes(app: FastAPI, state: ServerState) -> None:
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         model = state.model_named(body.model)
         body.refuse_unserved()
-        choices = await asyncio.to_thread(chat_choices, body, model, settings.max_logprob_entries)
+        choices, parser = await asyncio.to_thread(chat_choices, body, model, settings.max_logprob_entries)
+        parsers = [parser() for _ in choices]
         names = TokenNames(model.tokenizer, bool(body.return_tokens_as_token_ids))
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         envelope = Envelope(response_id("chatcmpl"), kind, model)
         generation = app.state.generations.start(model.engine, envelope.id, choices)
         if body.stream:
-            chunks = ChatChunks(envelope, len(choices), names, body.include_usage)
+            chunks = ChatChunks(envelope, parsers, names, body.include_usage)
             return EventStream(generation, chunks, settings.keep_alive_s)
-        answer = ChatResponse(envelope, len(choices), names, bool(body.logprobs))
+        answer = ChatResponse(envelope, parsers, names, bool(body.logprobs))
         return await deliver_body(generation, answer, request.receive, _num_logprobs(choices))
 
     @app.post("/v1/completions")
@@ -166,7 +167,7 @@ def _tokenize(body: TokenizeBody, model: ServedModel) -> list[int]:
             tools_for_template(body.tools),
             body.add_generation_prompt,
             body.chat_template_kwargs or {},
-        )
+        )[1]
     if body.prompt is not None:
         text, add_special = body.prompt, body.add_special_tokens
     else:

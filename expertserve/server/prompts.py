@@ -7,14 +7,18 @@ in a worker thread.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+from expertserve.engine.ports import Constraint
 from expertserve.engine.request import SamplingParams
 from expertserve.errors import RequestError
 from expertserve.server.generation import Choice
+from expertserve.server.parts import answer_form
 from expertserve.server.protocol import ChatBody, ChatMessage, CompletionBody, GenerationBody, tools_for_template
 from expertserve.server.state import ServedModel
 from expertserve.server.structure import requested_structure
+from expertserve.text.answer import AnswerParser
 
 DEFAULT_COMPLETION_TOKENS = 16
 _RESERVED_TEMPLATE_NAMES = {"messages", "tools", "add_generation_prompt"}
@@ -31,20 +35,25 @@ _PARAMS_OF_SAME_NAME = (
 )
 
 
-def chat_choices(body: ChatBody, model: ServedModel, max_logprob_entries: int) -> list[Choice]:
-    """One prompt, `n` choices."""
+def chat_choices(
+    body: ChatBody, model: ServedModel, max_logprob_entries: int
+) -> tuple[list[Choice], Callable[[], AnswerParser]]:
+    """One prompt, `n` choices; with what makes the parser of one of them."""
     max_tokens = _limit(body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens)
     tools = tools_for_template(body.tools) if body.tool_choice != "none" else None
     kwargs = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         kwargs.setdefault("reasoning_effort", body.reasoning_effort)
-    prompt = chat_prompt(model, body.messages, tools, body.add_generation_prompt is not False, kwargs)
+    if body.reasoning_effort == "none":
+        kwargs.setdefault("enable_thinking", False)
+    text, prompt = chat_prompt(model, body.messages, tools, body.add_generation_prompt is not False, kwargs)
     check_length(prompt, model, max_tokens, "messages")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     _check_logprobs(logprobs, "top_logprobs", model)
-    choices = _choices(body, model, [prompt], max_tokens, logprobs, None)
+    form = answer_form(body, model, text)
+    choices = _choices(body, model, [prompt], max_tokens, logprobs, None, form.constraint, form.stop)
     _check_entries(choices, model, max_logprob_entries, "top_logprobs")
-    return choices
+    return choices, form.parser
 
 
 def completion_choices(
@@ -59,7 +68,10 @@ def completion_choices(
         prompts.append(ids)
         texts.append(text)
     _check_logprobs(body.logprobs, "logprobs", model)
-    choices = _choices(body, model, prompts, max_tokens, body.logprobs, body.logprobs if body.echo else None)
+    structure = requested_structure(body)
+    constraint = None if structure is None else model.grammars.compile(*structure)
+    prompt_logprobs = body.logprobs if body.echo else None
+    choices = _choices(body, model, prompts, max_tokens, body.logprobs, prompt_logprobs, constraint)
     _check_entries(choices, model, max_logprob_entries, "logprobs")
     return choices, texts
 
@@ -70,8 +82,8 @@ def chat_prompt(
     tools: list[dict[str, Any]] | None,
     add_generation_prompt: bool,
     kwargs: dict[str, Any],
-) -> list[int]:
-    """The token ids of a conversation; a rendered template has no BOS where encoding adds it."""
+) -> tuple[str, list[int]]:
+    """A conversation as text and token ids; a rendered template has no BOS where encoding adds it."""
     if model.chat_template is None:
         raise RequestError("the model has no chat template: start the server with one, or use /v1/completions")
     if reserved := _RESERVED_TEMPLATE_NAMES & kwargs.keys():
@@ -83,7 +95,7 @@ def chat_prompt(
         add_generation_prompt=add_generation_prompt,
         **kwargs,
     )
-    return model.tokenizer.encode(text, add_special=True, parse_special=True)
+    return text, model.tokenizer.encode(text, add_special=True, parse_special=True)
 
 
 def _as_list(prompt: str | list[int] | list[str] | list[list[int]]) -> list[str | list[int]]:
@@ -160,6 +172,8 @@ def _choices(
     max_tokens: int | None,
     logprobs: int | None,
     prompt_logprobs: int | None,
+    constraint: Constraint | None,
+    more_stops: tuple[str, ...] = (),
 ) -> list[Choice]:
     values: dict[str, Any] = {name: getattr(body, name) for name in _PARAMS_OF_SAME_NAME}
     if values["repeat_penalty"] is None:
@@ -167,8 +181,6 @@ def _choices(
     given = {name: value for name, value in values.items() if value is not None}
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     bias = _logit_bias(body, model)
-    structure = requested_structure(body)
-    constraint = None if structure is None else model.grammars.compile(*structure)
     return [
         Choice(
             prompt,
@@ -176,7 +188,7 @@ def _choices(
                 **given,
                 logit_bias=bias,
                 seed=_seed(body.seed, number),
-                stop=stop,
+                stop=stop + more_stops,
                 max_tokens=max_tokens,
                 logprobs=logprobs,
                 prompt_logprobs=prompt_logprobs,

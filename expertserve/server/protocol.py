@@ -159,7 +159,8 @@ Content = Annotated[str | list[ContentPart], _described("a string or a list of c
 
 
 class ToolFunction(Body):
-    name: str
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")
+    parameters: dict[str, Any] | None = None
 
 
 class Tool(Body):
@@ -167,6 +168,23 @@ class Tool(Body):
 
     type: Literal["function"]
     function: ToolFunction
+
+
+class NamedFunction(Body):
+    name: str
+
+
+class NamedTool(Body):
+    """A choice of one tool."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+ToolChoice = Annotated[
+    Literal["none", "auto", "required"] | NamedTool,
+    _described('"none", "auto", "required" or {"type": "function", "function": {"name": ...}}'),
+]
 
 
 def tools_for_template(tools: list[Tool] | None) -> list[dict[str, Any]] | None:
@@ -202,7 +220,11 @@ class ChatBody(GenerationBody):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0)
     tools: list[Tool] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_format: Literal["none", "auto", "deepseek"] | None = Field(
+        None, description="none: reasoning stays in the content, as the model writes it"
+    )
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
@@ -211,8 +233,15 @@ class ChatBody(GenerationBody):
         super().refuse_unserved()
         if self.top_logprobs is not None and not self.logprobs:
             raise RequestError("'top_logprobs' needs 'logprobs' to be true", param="top_logprobs")
-        if self.tool_choice not in (None, "none", "auto"):
-            raise RequestError("only the tool choices 'none' and 'auto' are served", param="tool_choice")
+        names = [tool.function.name for tool in self.tools or []]
+        if len(set(names)) < len(names):
+            raise RequestError("two tools have the same name", param="tools")
+        if self.tool_choice in (None, "none", "auto"):
+            return
+        if not names:
+            raise RequestError("'tool_choice' needs 'tools' to choose from", param="tool_choice")
+        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
+            raise RequestError(f"there is no tool named '{self.tool_choice.function.name}'", param="tool_choice")
 
 
 class CompletionBody(GenerationBody):

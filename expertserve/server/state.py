@@ -8,7 +8,7 @@ template is written here as protocols, so that handlers and tests depend on noth
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -28,6 +28,8 @@ class TextStream(Protocol):
 class ServedTokenizer(Protocol):
     @property
     def vocab_size(self) -> int: ...
+    @property
+    def eog_ids(self) -> Collection[int]: ...
     def encode(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]: ...
     def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str: ...
     def token_bytes(self, token_id: int, /) -> bytes: ...
@@ -36,6 +38,8 @@ class ServedTokenizer(Protocol):
 
 
 class ServedTemplate(Protocol):
+    @property
+    def source(self) -> str: ...
     def render(
         self,
         messages: list[dict[str, Any]],

@@ -151,3 +151,52 @@ class GrammarState:
         if self._matcher.is_error():
             reason = " ".join(self._matcher.get_error().split())[:300]
             raise ExpertServeError(f"the grammar of the answer cannot be followed: {reason}")
+
+
+class AfterReasoning:
+    """A grammar that begins where the model's reasoning ends.
+
+    Args:
+        opens, closes: tokens around the reasoning.
+        opened: the prompt has opened it; otherwise the model may, with its first token.
+        ends: tokens that end the text, which cannot end inside the reasoning.
+    """
+
+    def __init__(self, grammar: Grammar, opens: int, closes: int, opened: bool, ends: Collection[int]) -> None:
+        self._grammar = grammar
+        self._opens, self._closes, self._opened = opens, closes, opened
+        self._ends = list(ends)
+
+    def start(self) -> AfterReasoningState:
+        return AfterReasoningState(self._grammar.start(), self._opens, self._closes, self._opened, self._ends)
+
+
+class AfterReasoningState:
+    """As GrammarState, of a text whose reasoning is free."""
+
+    def __init__(self, state: GrammarState, opens: int, closes: int, opened: bool, ends: list[int]) -> None:
+        self._state = state
+        self._opens, self._closes, self._ends = opens, closes, ends
+        self._reasoning, self._may_open = opened, not opened
+
+    @property
+    def ended(self) -> bool:
+        return not self._reasoning and self._state.ended
+
+    def mask(self) -> NDArray[np.bool_]:
+        mask = self._state.mask()
+        if self._reasoning:
+            mask[:] = True
+            mask[self._ends] = False
+        elif self._may_open:
+            mask[self._opens] = True
+        return mask
+
+    def accept(self, token_id: int) -> None:
+        if self._reasoning:
+            self._reasoning = token_id != self._closes
+        elif self._may_open and token_id == self._opens:
+            self._reasoning = True
+        else:
+            self._state.accept(token_id)
+        self._may_open = False

@@ -68,6 +68,8 @@ class ByteTokenizer:
 class PlainTemplate:
     """Prints everything it is given, so that a test sees what arrived."""
 
+    source = ""
+
     def render(
         self, messages: Sequence[Any], *, tools: Any = None, add_generation_prompt: bool = True, **kwargs: Any
     ) -> str:
@@ -88,7 +90,8 @@ def _text(content: Any) -> str:
 class World:
     """Engine, model and what they should say."""
 
-    def __init__(self, context: int = CONTEXT) -> None:
+    def __init__(self, context: int = CONTEXT, template: PlainTemplate | None = None) -> None:
+        self.template = template or PlainTemplate()
         self.tokenizer = ByteTokenizer()
         self.forward = HashForward(vocab_size=VOCAB, max_rows=64, kv_cells=4096, context_length=context)
         self.engine = Engine(self.forward, self.tokenizer, parallel=8, context=context, chunk=48)
@@ -99,7 +102,7 @@ class World:
         return ServedModel(
             engine=self.engine,
             tokenizer=self.tokenizer,
-            chat_template=PlainTemplate(),
+            chat_template=self.template,
             grammars=GrammarCompiler(self.tokenizer),
             names=(MODEL, "other-name"),
             context_length=self.engine.context,

@@ -22,6 +22,10 @@ from tests.server.worlds import Running, running
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HELLO: Any = [{"role": "user", "content": "hello"}]
 
+TOOL: Any = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+BAD_TOOL: Any = {"type": "function", "function": {"name": "bad", "parameters": {"type": "wrong"}}}
+NAMED: Any = {"type": "function", "function": {"name": "missing"}}
+
 
 def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
     assert response.status_code == status, response.text
@@ -113,6 +117,12 @@ def test_a_field_that_cannot_be_used_is_named(server: Running, path: str, field:
         ({"messages": HELLO, "tools": [{}]}, "tools[0].type"),
         ({"messages": HELLO, "tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
         ({"messages": HELLO, "tool_choice": "required"}, "tool_choice"),
+        ({"messages": HELLO, "tool_choice": "always", "tools": [TOOL]}, "tool_choice"),
+        ({"messages": HELLO, "tool_choice": NAMED, "tools": [TOOL]}, "tool_choice"),
+        ({"messages": HELLO, "tools": [TOOL, TOOL]}, "tools"),
+        ({"messages": HELLO, "tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"messages": HELLO, "tools": [BAD_TOOL], "tool_choice": "required"}, "tools"),
+        ({"messages": HELLO, "tools": [TOOL], "tool_choice": "required", "grammar": 'root ::= "x"'}, "grammar"),
         ({"messages": HELLO, "functions": [{}]}, "functions"),
         ({"messages": HELLO, "top_logprobs": 2}, "top_logprobs"),
         ({"messages": HELLO, "logprobs": True, "top_logprobs": VOCAB + 1}, "top_logprobs"),

@@ -12,7 +12,7 @@ import pytest
 from expertserve.engine.request import SamplingParams
 from expertserve.engine.sampler import Sampler
 from expertserve.errors import RequestError
-from expertserve.text.grammar import Grammar, GrammarCompiler, GrammarSource, schema_source
+from expertserve.text.grammar import AfterReasoning, Grammar, GrammarCompiler, GrammarSource, schema_source
 from tests.server.hash_world import EOS, VOCAB, ByteTokenizer
 
 COMPILER = GrammarCompiler(ByteTokenizer())
@@ -125,3 +125,21 @@ def test_what_cannot_be_compiled_is_refused_in_one_line(source: GrammarSource) -
         COMPILER.compile(source, "the.field")
     assert caught.value.param == "the.field"
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+
+
+def test_reasoning_is_free_and_the_grammar_begins_after_it() -> None:
+    yes = COMPILER.compile(GrammarSource("choice", '["yes"]'), "grammar")
+    opens, closes = ord("<"), ord(">")
+
+    def follow(text: str, opened: bool) -> bool:
+        state = AfterReasoning(yes, opens, closes, opened, [EOS]).start()
+        for byte in text.encode():
+            if not state.mask()[byte]:
+                return False
+            state.accept(byte)
+        return state.ended
+
+    assert follow("<any thing at all>yes", opened=False) and follow("yes", opened=False)
+    assert follow("any thing <>yes", opened=True)
+    assert not follow("yes", opened=True) and not follow("<a>no", opened=False) and not follow("<a><", opened=False)
+    assert not AfterReasoning(yes, opens, closes, True, [EOS]).start().mask()[EOS]
