@@ -371,7 +371,9 @@ class Engine:
         self._counters["cancelled" if reason == "cancelled" else "finished"] += 1
         self._counters["cached_tokens"] += sequence.cached_tokens or 0
         self._forget(sequence)
-        self._emit(sequence, FinishEvent(reason, text, sequence.usage(), sequence.timings()))
+        self._emit(
+            sequence, FinishEvent(reason, text, sequence.usage(), sequence.timings(), sequence.stop_filter.found)
+        )
 
     def _end_with_error(self, sequence: Sequence, error: ExpertServeError) -> None:
         self._scheduler.finish(sequence, keep=False)

@@ -113,12 +113,13 @@ class TokenEvent:
 
 @dataclass(frozen=True, slots=True)
 class FinishEvent:
-    """The end of a request; `text` is what was still held back."""
+    """The end of a request; `text` is what was still held back, `stop` the string of its own that ended it."""
 
     reason: FinishReason
     text: str
     usage: Usage
     timings: Timings
+    stop: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

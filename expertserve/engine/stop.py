@@ -16,10 +16,14 @@ class StopFilter:
     """Passes text through until a stop string is complete."""
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self.stopped = False
+        self.found: str | None = None
         self._stops = tuple(stops)
         self._longest = max((len(stop) for stop in stops), default=0)
         self._held = ""
+
+    @property
+    def stopped(self) -> bool:
+        return self.found is not None
 
     def push(self, text: str) -> str:
         """Takes new text and returns what is safe to send."""
@@ -30,9 +34,10 @@ class StopFilter:
         pending = self._held + text
         starts = [start for stop in self._stops if (start := pending.find(stop)) >= 0]
         if starts:
-            self.stopped = True
+            first = min(starts)
+            self.found = next(stop for stop in self._stops if pending.startswith(stop, first))
             self._held = ""
-            return pending[: min(starts)]
+            return pending[:first]
         keep = self._suffix_that_may_grow(pending)
         self._held = pending[len(pending) - keep :]
         return pending[: len(pending) - keep]

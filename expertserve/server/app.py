@@ -24,10 +24,12 @@ from expertserve.server.envelope import Envelope, response_id
 from expertserve.server.errors import error_object, install_error_handlers
 from expertserve.server.generation import Choice, Generations
 from expertserve.server.guard import Guard
+from expertserve.server.messages import CountBody, MessageEvents, MessageResponse, MessagesBody
 from expertserve.server.metrics import CONTENT_TYPE, ServerMetrics
 from expertserve.server.process import ServerProcess
 from expertserve.server.prompts import chat_choices, chat_prompt, check_ids, completion_choices
 from expertserve.server.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, tools_for_template
+from expertserve.server.responses import ResponseBody, ResponseEvents, ResponsesBody
 from expertserve.server.state import ServedModel, ServerSettings, ServerState
 from expertserve.server.token_names import TokenNames
 from expertserve.text.grammar import GrammarCompiler
@@ -49,6 +51,7 @@ def create_app(state: ServerState) -> FastAPI:
     app.add_middleware(Guard, state=state, metrics=metrics)
     install_error_handlers(app)
     _add_generation_routes(app, state)
+    _add_block_routes(app, state)
     _add_token_routes(app, state)
     _add_status_routes(app, state, metrics)
     return app
@@ -143,6 +146,37 @@ def _add_generation_routes(app: FastAPI, state: ServerState) -> None:
         return await deliver_body(generation, answer, request.receive, _num_logprobs(choices))
 
 
+def _add_block_routes(app: FastAPI, state: ServerState) -> None:
+    settings = state.settings
+
+    @app.post("/v1/responses")
+    async def responses(body: ResponsesBody, request: Request) -> Response:
+        model = state.model_named(body.model)
+        choices, parser = await asyncio.to_thread(chat_choices, body.chat(), model, settings.max_logprob_entries)
+        envelope = Envelope(response_id("resp"), "response", model)
+        generation = app.state.generations.start(model.engine, envelope.id, choices)
+        if body.stream:
+            return EventStream(generation, ResponseEvents(envelope, body, parser()), settings.keep_alive_s)
+        return await deliver_body(generation, ResponseBody(envelope, body, parser()), request.receive, 0)
+
+    @app.post("/v1/messages")
+    async def messages(body: MessagesBody, request: Request) -> Response:
+        model = state.model_named(body.model)
+        choices, parser = await asyncio.to_thread(chat_choices, body.chat(), model, settings.max_logprob_entries)
+        envelope = Envelope(response_id("msg"), "message", model)
+        generation = app.state.generations.start(model.engine, envelope.id, choices)
+        if body.stream:
+            events = MessageEvents(envelope, parser(), len(choices[0].prompt))
+            return EventStream(generation, events, settings.keep_alive_s)
+        return await deliver_body(generation, MessageResponse(envelope, parser()), request.receive, 0)
+
+    @app.post("/v1/messages/count_tokens")
+    async def count_tokens(body: CountBody) -> Response:
+        model = state.model_named(body.model)
+        choices, _ = await asyncio.to_thread(chat_choices, body.chat(), model, settings.max_logprob_entries)
+        return JSONResponse({"input_tokens": len(choices[0].prompt)})
+
+
 def _add_token_routes(app: FastAPI, state: ServerState) -> None:
     @app.post("/tokenize")
     async def tokenize(body: TokenizeBody) -> Response:
@@ -157,6 +191,14 @@ def _add_token_routes(app: FastAPI, state: ServerState) -> None:
         check_ids(body.tokens, model, "tokens")
         text = await asyncio.to_thread(model.tokenizer.decode, body.tokens)
         return JSONResponse({"content": text, "prompt": text})
+
+    @app.get("/tokenizer_info")
+    async def tokenizer_info() -> Response:
+        """What evaluation harnesses ask for when they tokenise here."""
+        model = state.model()
+        roles = {f"{role}_token": model.tokenizer.special_texts.get(role) for role in ("bos", "eos", "pad", "unk")}
+        template = None if model.chat_template is None else model.chat_template.source
+        return JSONResponse({**roles, "chat_template": template, "max_model_len": model.context_length})
 
 
 def _tokenize(body: TokenizeBody, model: ServedModel) -> list[int]:

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from expertserve.engine.request import Event, FinishEvent, TokenEvent, TokenLogprob
-from expertserve.server.envelope import Envelope, timings_object, usage_object
+from expertserve.errors import ExpertServeError
+from expertserve.server.envelope import DONE, Envelope, data_event, error_event, timings_object, usage_object
 from expertserve.server.generation import Generation
 from expertserve.server.token_names import TokenNames, finite
 from expertserve.text.answer import AnswerParser, Piece
@@ -82,9 +83,12 @@ class ChatChunks:
 
     def closing(self, generation: Generation) -> bytes:
         if not self._include_usage:
-            return b""
+            return DONE
         body = {**self._fields, "choices": [], "usage": usage_object(generation), "timings": timings_object(generation)}
-        return b"data: " + json.dumps(body).encode() + b"\n\n"
+        return data_event(body) + DONE
+
+    def failure(self, error: ExpertServeError) -> bytes:
+        return error_event(error)
 
     def _piece(self, index: int, piece: Piece, logprob: TokenLogprob | None) -> bytes:
         if logprob is None and piece.part == "content":
@@ -102,7 +106,7 @@ class ChatChunks:
         body = {**self._fields, "choices": [choice], **extra}
         if self._include_usage:
             body["usage"] = None
-        return b"data: " + json.dumps(body).encode() + b"\n\n"
+        return data_event(body)
 
 
 def _delta(piece: Piece) -> dict[str, Any]:

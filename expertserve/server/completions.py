@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from expertserve.engine.request import Event, FinishEvent, PromptEvent, TokenEvent, TokenLogprob
-from expertserve.server.envelope import Envelope, timings_object, usage_object
+from expertserve.errors import ExpertServeError
+from expertserve.server.envelope import DONE, Envelope, data_event, error_event, timings_object, usage_object
 from expertserve.server.generation import Choice, Generation
 from expertserve.server.state import ServedTokenizer
 from expertserve.server.token_names import TokenNames, finite
@@ -150,9 +151,12 @@ class CompletionChunks:
 
     def closing(self, generation: Generation) -> bytes:
         if not self._include_usage:
-            return b""
+            return DONE
         body = {**self._fields, "choices": [], "usage": usage_object(generation), "timings": timings_object(generation)}
-        return b"data: " + json.dumps(body).encode() + b"\n\n"
+        return data_event(body) + DONE
+
+    def failure(self, error: ExpertServeError) -> bytes:
+        return error_event(error)
 
     def _plain(self, index: int, text: str) -> bytes:
         return self._heads[index] + json.dumps(text).encode() + self._tail if text else b""
@@ -162,7 +166,7 @@ class CompletionChunks:
         body = {**self._fields, "choices": [choice], **extra}
         if self._include_usage:
             body["usage"] = None
-        return b"data: " + json.dumps(body).encode() + b"\n\n"
+        return data_event(body)
 
 
 class CompletionResponse:

@@ -8,7 +8,6 @@ stream.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Protocol
@@ -19,11 +18,10 @@ from starlette.types import Receive, Scope, Send
 from expertserve import log
 from expertserve.engine.request import ErrorEvent, Event, FinishEvent
 from expertserve.errors import ExpertServeError
-from expertserve.server.errors import UnavailableError, error_object
+from expertserve.server.errors import UnavailableError
 from expertserve.server.generation import Generation, IndexedEvent
 
 _KEEP_ALIVE = b": keep-alive\n\n"
-_DONE = b"data: [DONE]\n\n"
 # Bodies with more log-probabilities than this are written in a worker thread, so that the loop goes on.
 _INLINE_LOGPROBS = 2000
 _log = log.get_logger(__name__)
@@ -35,6 +33,7 @@ class ChunkWriter(Protocol):
     def opening(self) -> bytes: ...
     def chunk(self, index: int, event: Event, generation: Generation) -> bytes: ...
     def closing(self, generation: Generation) -> bytes: ...
+    def failure(self, error: ExpertServeError) -> bytes: ...
 
 
 class BodyWriter(Protocol):
@@ -130,12 +129,10 @@ class EventStream(Response):
                     idle.restart()
                     await _send_data(send, data)
                 _raise_failure(events[failed:])
-        await send({"type": "http.response.body", "body": writer.closing(generation) + _DONE, "more_body": False})
+        await send({"type": "http.response.body", "body": writer.closing(generation), "more_body": False})
 
-    @staticmethod
-    async def _send_error(send: Send, error: ExpertServeError) -> None:
-        data = b"data: " + json.dumps({"error": error_object(error)}).encode() + b"\n\n"
-        await send({"type": "http.response.body", "body": data, "more_body": False})
+    async def _send_error(self, send: Send, error: ExpertServeError) -> None:
+        await send({"type": "http.response.body", "body": self._writer.failure(error), "more_body": False})
 
 
 def _is_failure(event: Event) -> bool:

@@ -5,11 +5,14 @@ Shared by chat and text completions, streamed or not; knows nothing of what a ch
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
+from expertserve.errors import ExpertServeError
+from expertserve.server.errors import error_object
 from expertserve.server.generation import Generation
 from expertserve.server.state import ServedModel
 
@@ -31,6 +34,24 @@ class Envelope:
             "model": self.model.names[0],
             "system_fingerprint": self.model.fingerprint,
         }
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+def data_event(body: Any) -> bytes:
+    """One server-sent event without a name."""
+    return b"data: " + json.dumps(body).encode() + b"\n\n"
+
+
+def named_event(body: dict[str, Any]) -> bytes:
+    """One server-sent event whose name is the body's type."""
+    return f"event: {body['type']}\n".encode() + data_event(body)
+
+
+def error_event(error: ExpertServeError) -> bytes:
+    """How a stream of OpenAI's completions says that it failed."""
+    return data_event({"error": error_object(error)})
 
 
 def response_id(prefix: str) -> str:

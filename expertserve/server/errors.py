@@ -24,7 +24,10 @@ _STATUS_TYPES = {
     429: "rate_limit_error",
 }
 # Fields that hold fields; of others, what follows in a location is a tag of pydantic's or a key the client made up.
-_NESTED = {"messages", "tools", "stream_options", "response_format", "structured_outputs"}
+_NESTED = {
+    *("messages", "tools", "stream_options", "response_format", "structured_outputs"),
+    *("tool_choice", "thinking", "text", "reasoning"),
+}
 
 
 class UnavailableError(ExpertServeError):

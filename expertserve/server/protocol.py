@@ -244,6 +244,22 @@ class ChatBody(GenerationBody):
             raise RequestError(f"there is no tool named '{self.tool_choice.function.name}'", param="tool_choice")
 
 
+def chat_body(fields: dict[str, Any]) -> ChatBody:
+    """A chat made from another API's request, whose fields were checked under their own names.
+
+    Raises:
+        RequestError: what only a chat checks.
+    """
+    try:
+        body = ChatBody.model_validate({name: value for name, value in fields.items() if value is not None})
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(str(part) for part in first["loc"])
+        raise RequestError(f"'{name}' cannot be used: {first['msg']}", param=name) from None
+    body.refuse_unserved()
+    return body
+
+
 class CompletionBody(GenerationBody):
     prompt: Prompt
     echo: bool | None = None

@@ -41,6 +41,7 @@ class ByteTokenizer:
 
     vocab_size = VOCAB
     eog_ids = frozenset({EOS})
+    special_texts = {"bos": "<s>", "eos": "</s>"}
 
     def encode(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
         return [BOS] * add_special + list(text.encode("utf-8", "replace"))

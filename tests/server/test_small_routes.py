@@ -36,6 +36,12 @@ def test_detokenize_is_the_way_back(server: Running) -> None:
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "tokens"
 
 
+def test_a_harness_learns_the_special_tokens_and_the_template(server: Running) -> None:
+    info = server.http.get("/tokenizer_info").json()
+    assert (info["bos_token"], info["eos_token"], info["pad_token"]) == ("<s>", "</s>", None)
+    assert info["chat_template"] == ""
+
+
 def test_the_schema_names_the_routes_and_no_page_needs_the_network(server: Running) -> None:
     schema = server.http.get("/openapi.json").json()
     assert {"/v1/chat/completions", "/v1/completions", "/v1/models", "/health"} <= schema["paths"].keys()
