@@ -22,12 +22,14 @@ class SlotBatch:
         group_start: [groups + 1] int32 offsets into `pairs`.
         pairs: [n] int32 flat pair index, token * k + j, by group.
         layer: the layer.
+        experts: [groups] int32 the expert of each group, for what kernels keep by expert beside the slices.
     """
 
     slices: tuple[NDArray[np.uint64], ...]
     group_start: NDArray[np.int32]
     pairs: NDArray[np.int32]
     layer: int
+    experts: NDArray[np.int32]
 
 
 class Fence(Protocol):

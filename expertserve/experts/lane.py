@@ -251,9 +251,8 @@ class ExpertLane:
         """Experts are computed where the file is mapped: one call, all of them hits unless that was forced."""
         groups = group_pairs(ids)
         began = perf_counter()
-        fence = compute(
-            SlotBatch(tuple(address.take(groups.experts, axis=1)), groups.group_start, groups.pairs, table.layer)
-        )
+        slices, experts = tuple(address.take(groups.experts, axis=1)), groups.experts.astype(np.int32)
+        fence = compute(SlotBatch(slices, groups.group_start, groups.pairs, table.layer, experts))
         if fence is not None:
             fence.wait()
         counters = self.stats.current
@@ -282,7 +281,7 @@ class ExpertLane:
             self._ahead.issue()
         computing = perf_counter()
         try:
-            fence = compute(SlotBatch(tuple(address), start, pairs, table.layer))
+            fence = compute(SlotBatch(tuple(address), start, pairs, table.layer, experts))
         except BaseException:
             table.cache.unpin(keys)
             raise

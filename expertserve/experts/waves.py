@@ -194,7 +194,8 @@ class Waves:
         experts = groups.experts[which]
         keys = experts + table.first_key
         start, pairs = groups.subset(which)
-        batch = SlotBatch(tuple(table.address.take(experts, axis=1)), start, pairs, table.layer)
+        slices = tuple(table.address.take(experts, axis=1))
+        batch = SlotBatch(slices, start, pairs, table.layer, experts.astype(np.int32))
         began = perf_counter()
         try:
             fence = compute(batch)

@@ -1,4 +1,4 @@
-"""The rows of one forward: the plain value that the engine hands to a model.
+"""The rows of one forward: the plain value that the engine hands to a model, and how far back a layer sees of them.
 
 It knows no device and no model. The invariant: every row writes the K and V of its token into its own cell, all rows
 write before any row attends (so a row may see cells that an earlier row of the same batch writes), and a row sees
@@ -12,6 +12,27 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """How far back a layer sees.
+
+    Attributes:
+        tokens: itself and the tokens before it, so many in all; with `chunked` those of its own stretch of so many.
+    """
+
+    tokens: int
+    chunked: bool = False
+
+    def includes(self, position: NDArray[np.int32], other: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """Whether a token at `position` reaches one at `other`, which is not after it."""
+        inside: NDArray[np.bool_]
+        if self.chunked:
+            inside = position // self.tokens == other // self.tokens
+        else:
+            inside = position - other < self.tokens
+        return inside
 
 
 def _no_runs() -> NDArray[np.int32]:

@@ -19,7 +19,7 @@ from expertserve.experts.router import route
 from expertserve.gguf.spans import ExpertTower
 from expertserve.models.batch import Batch
 from expertserve.models.model import Model
-from expertserve.ops.base import Backend, ExpertKernel, Graph, HostAccess, KVType, Tensor
+from expertserve.ops.base import Backend, ExpertKernel, ExpertShape, Graph, HostAccess, KVType, Mask, Tensor
 
 READS, WRITES, NONE = HostAccess.READS, HostAccess.WRITES, HostAccess.NONE
 LOGIT_BYTES = 64 << 20
@@ -77,6 +77,8 @@ class Forward:
         self.max_outputs = min(max_rows, max(min_outputs, LOGIT_BYTES // (4 * self.vocab_size)))
         self._backend = backend
         self._lane = lane
+        self._reaches = model.reaches()
+        self._cell_positions = np.zeros(kv_cells, np.int32)
         backend.allocate_kv(model.kv_layouts(), kv_cells, kv_type)
         self.state_slots = state_slots if model.recurrent_layouts() else 0
         backend.allocate_states(model.recurrent_layouts(), self.state_slots)
@@ -114,6 +116,8 @@ class Forward:
             buffers["draft_hidden"] = ((rows, hp.hidden), np.float32, WRITES)
         if self.model.has_shared_expert:
             buffers["shared"] = ((rows, hp.hidden), np.float32, NONE)
+        for name in self._reaches:
+            buffers[name] = buffers["mask"]
         for name, (shape, dtype, access) in buffers.items():
             self._backend.allocate_buffer(name, shape, dtype, access)
 
@@ -126,9 +130,10 @@ class Forward:
                 raise UnsupportedModelError(
                     f"layer {layer} has {tower.num_experts} experts, metadata says {self.model.hp.num_experts}"
                 )
-            kind = _kind(tower)
+            shape = self.model.expert_shape(tower)
+            kind = _kind(tower, shape)
             if kind not in by_kind:
-                by_kind[kind] = self._backend.expert_kernel(tower, self.model.expert_shape(tower))
+                by_kind[kind] = self._backend.expert_kernel(tower, shape)
             kernels[layer] = by_kind[kind]
         return kernels
 
@@ -202,7 +207,8 @@ class Forward:
         """Compiles every segment for the widest batch and for one token: a model that cannot run says so here."""
         cells = self.kv_cells
         for rows, n_kv in ((self.max_rows, cells), (1, min(cells, 256))):
-            self._backend.begin_batch(rows, np.zeros((rows, n_kv), np.float16), 1)
+            mask = np.zeros((rows, n_kv), np.float16)
+            self._backend.begin_batch(rows, mask, 1, dict.fromkeys(self._reaches, mask))
             for segment in (*self._segments, *self._drafting):
                 self._backend.compile(segment.name, segment.build)
 
@@ -243,7 +249,9 @@ class Forward:
             backend.host("outputs")[:n] = batch.outputs
             backend.host("runs")[: len(batch.runs)] = batch.runs
             backend.host("num_runs")[0] = len(batch.runs)
-            backend.begin_batch(rows, batch.mask, n)
+            if not draft:
+                self._cell_positions[batch.cells] = batch.positions
+            backend.begin_batch(rows, batch.mask, n, self._masks_in_reach(batch))
             if draft:
                 segments = self._drafting
             else:
@@ -256,6 +264,15 @@ class Forward:
                     self._run_experts(segment, rows)
         logits: NDArray[np.float32] = backend.host("logits")[:n]
         return logits
+
+    def _masks_in_reach(self, batch: Batch) -> dict[str, Mask]:
+        """The batch's mask, less the cells that are out of a reach; a draft's are those of its target."""
+        at = self._cell_positions[: batch.mask.shape[1]]
+        hidden = np.float16(-np.inf)
+        return {
+            name: np.where(reach.includes(batch.positions[:, None], at[None, :]), batch.mask, hidden)
+            for name, reach in self._reaches.items()
+        }
 
     def _run_experts(self, segment: _Segment, rows: int) -> None:
         layer, backend, lane = segment.layer, self._backend, self._lane
@@ -276,5 +293,6 @@ class Forward:
         self._backend.close()
 
 
-def _kind(tower: ExpertTower) -> tuple[object, ...]:
-    return tuple((role, part.type, part.shape) for role, part in zip(tower.roles, tower.slices, strict=True))
+def _kind(tower: ExpertTower, shape: ExpertShape) -> tuple[object, ...]:
+    parts = tuple((role, part.type, part.shape) for role, part in zip(tower.roles, tower.slices, strict=True))
+    return (*parts, *shape.biases.values())

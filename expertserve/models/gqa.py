@@ -37,22 +37,27 @@ class GqaModel(Model):
         self.rope = read_rope(file, self.rope_style, self.hp.k_dim)
         self.attention_scale = read_float(file, "attention.scale", 0.0) or self.hp.k_dim**-0.5
 
+    def mask(self, layer: int) -> str:
+        """The mask that a layer attends through."""
+        return "mask"
+
     def attention(self, g: Graph, layer: int, x: Tensor) -> Tensor:
         hp, p = self.hp, f"blk.{layer}."
         heads = ((hp.num_heads, hp.k_dim), (hp.num_kv_heads, hp.k_dim), (hp.num_kv_heads, hp.v_dim))
         if self.has(p + "attn_qkv.weight"):
-            fused = g.linear(x, p + "attn_qkv.weight", self._optional(p + "attn_qkv.bias"))
+            fused = g.linear(x, p + "attn_qkv.weight", self.optional(p + "attn_qkv.bias"))
             ends = list(itertools.accumulate((n * dim for n, dim in heads), initial=0))
             projected = [g.part(fused, ends[i], ends[i + 1]) for i in range(3)]
         else:
             names = [f"{p}attn_{role}" for role in "qkv"]
-            projected = [g.linear(x, f"{name}.weight", self._optional(f"{name}.bias")) for name in names]
+            projected = [g.linear(x, f"{name}.weight", self.optional(f"{name}.bias")) for name in names]
         q = self._rotated(g, p + "attn_q_norm.weight", projected[0], *heads[0])
         k = self._rotated(g, p + "attn_k_norm.weight", projected[1], *heads[1])
         v = g.reshape(projected[2], (g.rows, *heads[2]))
         kv = KVLayout(layer, hp.num_kv_heads, hp.k_dim, hp.v_dim)
-        out = g.attention(q, k, v, kv, self.attention_scale)
-        return g.linear(out, p + "attn_output.weight", self._optional(p + "attn_output.bias"))
+        sinks = self.optional(p + "attn_sinks.weight")
+        out = g.attention(q, k, v, kv, self.attention_scale, mask=self.mask(layer), sinks=sinks)
+        return g.linear(out, p + "attn_output.weight", self.optional(p + "attn_output.bias"))
 
     def _rotated(self, g: Graph, norm: str, x: Tensor, heads: int, dim: int) -> Tensor:
         """Q or K in heads, normalised as the family has it, and rotated."""
@@ -63,6 +68,3 @@ class GqaModel(Model):
             x = g.rms_norm(x, norm, self.hp.eps)
         x = g.rope(x, self.rope)
         return g.rms_norm(x, norm, self.hp.eps) if self.qk_norm is QKNorm.ROTATED_HEAD else x
-
-    def _optional(self, name: str) -> str | None:
-        return name if self.has(name) else None

@@ -15,6 +15,7 @@ from expertserve.errors import UnsupportedModelError
 from expertserve.experts.router import RouterRule
 from expertserve.gguf.file import GGUFFile, TensorInfo
 from expertserve.gguf.spans import ExpertTower
+from expertserve.models.batch import Reach
 from expertserve.models.hparams import HParams, read_float, read_hparams, read_router_rule
 from expertserve.ops.base import Activation, ExpertShape, Graph, KVLayout, RecurrentLayout, Tensor
 
@@ -86,6 +87,10 @@ class Model(ABC):
         """Whether the file has a tensor of this name."""
         return name in self.file.tensors
 
+    def optional(self, name: str) -> str | None:
+        """The name, where the file has such a tensor."""
+        return name if self.has(name) else None
+
     def dense_weights(self) -> Sequence[TensorInfo]:
         """Everything but the towers, in file order."""
         dense = (
@@ -105,10 +110,16 @@ class Model(ABC):
         """The recurrent state's part of each layer that has one."""
         return []
 
+    def reaches(self) -> Mapping[str, Reach]:
+        """By the name of a mask: how far back the layers see that attend through it; they see all through `mask`."""
+        return {}
+
     def expert_shape(self, tower: ExpertTower) -> ExpertShape:
         """Sizes of one expert of `tower`."""
         down = tower.slices[tower.roles.index("down")]
-        return ExpertShape(self.hp.hidden, down.shape[2], self.hp.top_k, self.activation)
+        names = {role: f"blk.{tower.layer}.ffn_{role}_exps.bias" for role in tower.roles}
+        biases = {role: name for role, name in names.items() if self.has(name)}
+        return ExpertShape(self.hp.hidden, down.shape[2], self.hp.top_k, self.activation, biases)
 
     # -- order of operations ----------------------------------------------------------------------------------------
 
@@ -150,7 +161,8 @@ class Model(ABC):
 
     def router_logits(self, g: Graph, layer: int, x: Tensor) -> Tensor:
         """The router's logits [rows, experts] for the experts' input x."""
-        return g.linear(x, f"blk.{layer}.ffn_gate_inp.weight")
+        p = f"blk.{layer}.ffn_gate_inp."
+        return g.linear(x, p + "weight", self.optional(p + "bias"))
 
     def shared_expert(self, g: Graph, layer: int, x: Tensor) -> Tensor:
         """The shared expert's output [rows, hidden], behind a sigmoid gate of its own where the file has one."""

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum, StrEnum
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from expertserve.gguf.spans import ExpertTower
 
 ReadTensor = Callable[[str, memoryview], None]
+Mask = NDArray[np.float16]
+NO_MASKS: Mapping[str, Mask] = MappingProxyType({})
 
 
 def require(condition: bool, what: str) -> None:
@@ -155,9 +158,15 @@ class HostAccess(Enum):
 
 
 class Activation(Enum):
-    """Gated activation of a feed-forward block: act(gate) * up."""
+    """Gated activation of a feed-forward block.
+
+    SILU: gate * sigmoid(gate) * up. GELU: the tanh form of arXiv:1606.08415, times up. SWIGLU_OAI, as gpt-oss has it:
+    g * sigmoid(1.702 g) * (u + 1), with g = min(gate, 7) and u = up limited to [-7, 7].
+    """
 
     SILU = "silu"
+    GELU = "gelu"
+    SWIGLU_OAI = "swiglu-oai"
 
 
 class Graph(ABC):
@@ -215,7 +224,7 @@ class Graph(ABC):
 
     @abstractmethod
     def gated(self, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
-        """activation(gate) * up."""
+        """The gated activation of gate and up."""
 
     @abstractmethod
     def reshape(self, x: Tensor, shape: Sequence[int]) -> Tensor:
@@ -234,11 +243,22 @@ class Graph(ABC):
         """x [rows, heads, dim] rotated by the batch's positions."""
 
     @abstractmethod
-    def attention(self, q: Tensor, k: Tensor, v: Tensor | None, kv: KVLayout, scale: float) -> Tensor:
-        """Writes k and v [rows, kv heads, dim] to the batch's KV cells, then attends through the batch's mask.
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor | None,
+        kv: KVLayout,
+        scale: float,
+        *,
+        mask: str = "mask",
+        sinks: str | None = None,
+    ) -> Tensor:
+        """Writes k and v [rows, kv heads, dim] to the batch's KV cells, then attends through one of the batch's masks.
 
         q is [rows, heads, k_dim]; query head i reads KV head i // (heads / kv heads). v is None exactly where values
-        lie in keys. Returns [rows, heads * v_dim].
+        lie in keys. `mask` names the mask's buffer. `sinks` is a weight [heads]: one more score a head that takes part
+        in the softmax and has no value. Returns [rows, heads * v_dim].
         """
 
     @abstractmethod
@@ -280,7 +300,7 @@ class Segment(ABC):
 
 
 class ExpertKernel(ABC):
-    """The routed feed-forward of one slot layout: for each (token, expert) pair, down(act(gate x) * up x)."""
+    """The routed feed-forward of one slot layout: for each (token, expert) pair, down(act(gate x, up x))."""
 
     @abstractmethod
     def begin(self, rows: int) -> None:
@@ -296,12 +316,18 @@ class ExpertKernel(ABC):
 
 @dataclass(frozen=True, slots=True)
 class ExpertShape:
-    """What the expert kernel must know beyond the slices: sizes, choices a token, and the activation."""
+    """What the expert kernel must know beyond the slices.
+
+    Attributes:
+        top_k: experts a token takes.
+        biases: by role of a slice, the dense weight [experts, outputs] whose row is added to that product.
+    """
 
     hidden: int
     ffn: int
     top_k: int
     activation: Activation
+    biases: Mapping[str, str] = field(default_factory=dict)
 
 
 class Backend(ABC):
@@ -342,8 +368,11 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def begin_batch(self, rows: int, mask: NDArray[np.float16], outputs: int) -> None:
-        """Sets the shape of the batch and its attention mask [rows, n_kv]: 0 where visible, -inf where not."""
+    def begin_batch(self, rows: int, mask: Mask, outputs: int, more_masks: Mapping[str, Mask] = NO_MASKS) -> None:
+        """Sets the shape of the batch and its attention mask [rows, n_kv]: 0 where visible, -inf where not.
+
+        `more_masks` are of the same shape and go to the buffers they are named by, as `mask` goes to the buffer `mask`.
+        """
 
     @abstractmethod
     def compile(self, name: str, build: Callable[[Graph], None]) -> Segment:

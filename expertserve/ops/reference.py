@@ -7,7 +7,8 @@ Weights are dequantised once; a graph executes each operator at once instead of 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import gguf
@@ -19,11 +20,13 @@ from expertserve.gguf.file import TensorInfo
 from expertserve.gguf.spans import ExpertTower
 from expertserve.ops import base
 from expertserve.ops.base import (
+    NO_MASKS,
     Activation,
     ExpertShape,
     HostAccess,
     KVLayout,
     KVType,
+    Mask,
     ReadTensor,
     RecurrentLayout,
     Rope,
@@ -60,10 +63,17 @@ def sigmoid(x: Array) -> Array:
     return np.where(x >= 0, 1 / (1 + e), e / (1 + e)).astype(np.float32)
 
 
-def activate(gate: Array, activation: Activation) -> Array:
+def activate(gate: Array, up: Array, activation: Activation) -> Array:
     """The activation of a gated feed-forward."""
-    assert activation is Activation.SILU
-    return gate * sigmoid(gate)
+    if activation is Activation.SILU:
+        return gate * sigmoid(gate) * up
+    if activation is Activation.GELU:
+        inner = np.float32(math.sqrt(2 / math.pi)) * gate * (1 + np.float32(0.044715) * gate * gate)
+        gelu: Array = np.float32(0.5) * gate * (1 + np.tanh(inner))
+        return gelu * up
+    limited: Array = np.minimum(gate, np.float32(7))
+    shifted: Array = np.clip(up, np.float32(-7), np.float32(7)) + np.float32(1)
+    return limited * sigmoid(np.float32(1.702) * limited) * shifted
 
 
 class NumpyGraph(base.Graph):
@@ -122,7 +132,7 @@ class NumpyGraph(base.Graph):
         return NumpyTensor(_a(x) * sigmoid(_a(x)))
 
     def gated(self, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
-        return NumpyTensor(activate(_a(gate), activation) * _a(up))
+        return NumpyTensor(activate(_a(gate), _a(up), activation))
 
     def reshape(self, x: Tensor, shape: Sequence[int]) -> Tensor:
         return NumpyTensor(_a(x).reshape(shape))
@@ -149,19 +159,33 @@ class NumpyGraph(base.Graph):
         out[..., second] = a * sin + b * cos
         return NumpyTensor(out)
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor | None, kv: KVLayout, scale: float) -> Tensor:
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor | None,
+        kv: KVLayout,
+        scale: float,
+        *,
+        mask: str = "mask",
+        sinks: str | None = None,
+    ) -> Tensor:
         keys, values = self._b.kv(kv.layer)
         cells = self._rows("cells")
         keys[cells] = _a(k)
         if v is not None:
             values[cells] = _a(v)
-        n_kv = self._b.mask.shape[1]
+        seen = self._b.masks[mask]
+        n_kv = seen.shape[1]
         repeat = q.shape[1] // kv.num_heads
         ks = keys[:n_kv].astype(np.float32).repeat(repeat, axis=1)
         vs = values[:n_kv].astype(np.float32).repeat(repeat, axis=1)
-        scores = np.einsum("qhd,khd->hqk", _a(q), ks) * np.float32(scale) + self._b.mask.astype(np.float32)
+        scores = np.einsum("qhd,khd->hqk", _a(q), ks) * np.float32(scale) + seen.astype(np.float32)
+        if sinks is not None:
+            sink = np.broadcast_to(self._b.weight(sinks)[:, None, None], (*scores.shape[:2], 1))
+            scores = np.concatenate([scores, sink], axis=-1)
         scores = np.exp(scores - scores.max(axis=-1, keepdims=True))
-        probs = scores / scores.sum(axis=-1, keepdims=True)
+        probs = (scores / scores.sum(axis=-1, keepdims=True))[..., :n_kv]
         return NumpyTensor(np.einsum("hqk,khd->qhd", probs, vs).reshape(self.rows, -1))
 
     def causal_conv(self, x: Tensor, weight: str, state: RecurrentLayout) -> Tensor:
@@ -239,12 +263,14 @@ class NumpyExpertKernel(base.ExpertKernel):
                 role: self._matrix(info, int(batch.slices[i][group]))
                 for i, (role, info) in enumerate(zip(self._tower.roles, self._tower.slices, strict=True))
             }
-            if "gate_up" in parts:
-                parts["gate"], parts["up"] = np.split(parts["gate_up"], 2)
+            added = {role: self._b.weight(name)[batch.experts[group]] for role, name in self._shape.biases.items()}
             pairs = batch.pairs[batch.group_start[group] : batch.group_start[group + 1]]
             rows = x[pairs // self._shape.top_k]
-            h = activate(rows @ parts["gate"].T, self._shape.activation) * (rows @ parts["up"].T)
-            out[pairs] = h @ parts["down"].T
+            made = {role: rows @ parts[role].T + added.get(role, 0) for role in parts if role != "down"}
+            if "gate_up" in made:
+                made["gate"], made["up"] = np.split(made["gate_up"], 2, axis=1)
+            h = activate(made["gate"], made["up"], self._shape.activation)
+            out[pairs] = h @ parts["down"].T + added.get("down", 0)
 
     def _matrix(self, info: TensorInfo, address: int) -> Array:
         nbytes = info.nbytes // info.shape[0]
@@ -257,7 +283,7 @@ class ReferenceBackend(base.Backend):
 
     def __init__(self) -> None:
         self.rows = self.outputs = 0
-        self.mask: NDArray[np.float16] = np.zeros((0, 0), np.float16)
+        self.masks: dict[str, Mask] = {}
         self._weights: dict[str, Array] = {}
         self._buffers: dict[str, NDArray[Any]] = {}
         self._kv: dict[int, tuple[NDArray[Any], NDArray[Any]]] = {}
@@ -317,8 +343,9 @@ class ReferenceBackend(base.Backend):
     def host(self, name: str) -> NDArray[Any]:
         return self._buffers[name]
 
-    def begin_batch(self, rows: int, mask: NDArray[np.float16], outputs: int) -> None:
-        self.rows, self.mask, self.outputs = rows, mask, outputs
+    def begin_batch(self, rows: int, mask: Mask, outputs: int, more_masks: Mapping[str, Mask] = NO_MASKS) -> None:
+        self.rows, self.outputs = rows, outputs
+        self.masks = {"mask": mask, **more_masks}
 
     def compile(self, name: str, build: Callable[[base.Graph], None]) -> NumpySegment:
         return NumpySegment(self, build)

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 
 from expertserve.experts.batch import SlotBatch
-from expertserve.gguf.file import GGUFFile
+from expertserve.gguf.file import GGUFFile, TensorInfo, TensorType
 from expertserve.gguf.spans import ExpertTower, find_towers
 from expertserve.ops.base import Activation, Backend, ExpertShape, HostAccess
 from expertserve.ops.factory import make_backend
 from tests.gguf_writer import make_tiny_moe
 
 HIDDEN, FFN, TOP_K, EXPERTS = 256, 256, 4, 8
+PLAIN = ExpertShape(HIDDEN, FFN, TOP_K, Activation.SILU)
 KINDS = [
     {"expert": "Q4_K", "down": "Q6_K"},
     {"expert": "Q4_K"},
@@ -50,11 +51,19 @@ class World:
             self.slices.append(address)
         self.backend: Backend = make_backend(device, threads=2, flash_attention=True)
 
-    def run(self, x: np.ndarray, ids: np.ndarray, waves: list[list[int]]) -> np.ndarray:
+    def run(
+        self, x: np.ndarray, ids: np.ndarray, waves: list[list[int]], shape: ExpertShape = PLAIN, seed: int = 0
+    ) -> np.ndarray:
+        """`seed` is that of the biases."""
         rows = len(x)
+        rng = np.random.default_rng(seed)
+        sizes = {shape.biases[role]: HIDDEN if role == "down" else FFN for role in shape.biases}
+        biases = {name: rng.standard_normal((EXPERTS, n), np.float32) for name, n in sizes.items()}
+        infos = [TensorInfo(name, b.shape, TensorType.F32, 0, 0, b.nbytes) for name, b in biases.items()]
+        self.backend.load_weights(infos, lambda name, out: _copy(biases[name], out), lambda nbytes: None)
         self.backend.allocate_buffer("ffn_input", (rows, HIDDEN), np.float32, HostAccess.NONE)
         self.backend.allocate_buffer("expert_out", (rows * TOP_K, HIDDEN), np.float32, HostAccess.NONE)
-        kernel = self.backend.expert_kernel(self.tower, ExpertShape(HIDDEN, FFN, TOP_K, Activation.SILU))
+        kernel = self.backend.expert_kernel(self.tower, shape)
         self.backend.host("ffn_input")[:] = x
         self.backend.host("expert_out")[:] = np.nan
         kernel.begin(rows)
@@ -63,8 +72,12 @@ class World:
             groups = [np.flatnonzero(flat == expert).astype(np.int32) for expert in wave]
             start = np.cumsum([0, *map(len, groups)]).astype(np.int32)
             slices = tuple(address[wave] for address in self.slices)
-            kernel(SlotBatch(slices, start, np.concatenate(groups), 0))
+            kernel(SlotBatch(slices, start, np.concatenate(groups), 0, np.array(wave, np.int32)))
         return self.backend.host("expert_out").copy()
+
+
+def _copy(values: np.ndarray, out: memoryview) -> None:
+    out[:] = values.tobytes()
 
 
 def case(rows: int) -> tuple[np.ndarray, np.ndarray]:
@@ -100,3 +113,21 @@ def test_slots_and_waves_cannot_change_a_bit(tmp_path: Path, kinds: dict[str, st
     assert not np.isnan(whole).any()
     assert np.array_equal(whole, one_by_one)
     assert np.array_equal(whole, halves)
+
+
+@pytest.mark.parametrize("rows", [1, 6, 40])
+@pytest.mark.parametrize("activation", Activation)
+def test_biases_and_every_activation_agree_and_do_not_depend_on_waves(
+    tmp_path: Path, activation: Activation, rows: int
+) -> None:
+    x, ids = case(rows)
+    path, used = model(tmp_path, {"expert": "Q8_0"}), sorted(set(ids.reshape(-1).tolist()))
+    biased = ExpertShape(HIDDEN, FFN, TOP_K, activation, {role: f"{role}.bias" for role in ("gate", "up", "down")})
+    ours = World(path, "cpu", 1).run(x, ids, [used], biased)
+    exact = World(path, "reference", 1).run(x, ids, [used], biased)
+    assert np.linalg.norm(ours - exact) / np.linalg.norm(exact) < 0.02
+    assert np.array_equal(ours, World(path, "cpu", 2).run(x, ids, [[expert] for expert in reversed(used)], biased))
+    for role in biased.biases:
+        less = ExpertShape(HIDDEN, FFN, TOP_K, activation, {r: n for r, n in biased.biases.items() if r != role})
+        without = World(path, "cpu", 1).run(x, ids, [used], less)
+        assert np.linalg.norm(ours - without) / np.linalg.norm(ours) > 0.1

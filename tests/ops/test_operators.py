@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from expertserve.gguf.file import TensorInfo, TensorType
-from expertserve.ops.base import Graph, HostAccess, KVLayout, KVType, Tensor
+from expertserve.ops.base import Activation, Graph, HostAccess, KVLayout, KVType, Tensor
 from expertserve.ops.factory import make_backend
 from tests.cuda.emulator import available
 from tests.cuda.fake_device import FakeDevice, installed
@@ -43,7 +43,8 @@ class World:
             given = {**self.inputs, "cells": cells, "positions": 3 * np.arange(rows, dtype=np.int32)}
             for name, values in given.items():
                 backend.allocate_buffer(name, values.shape, values.dtype, HostAccess.WRITES)
-            backend.allocate_buffer("mask", (rows * N_KV,), np.float16, HostAccess.WRITES)
+            for name in ("mask", "mask.near"):
+                backend.allocate_buffer(name, (rows * N_KV,), np.float16, HostAccess.WRITES)
             shape: list[int] = []
 
             def build_and_store(g: Graph) -> None:
@@ -57,7 +58,7 @@ class World:
             for _ in range(2):
                 for name, values in given.items():
                     backend.host(name)[:] = values
-                backend.begin_batch(rows, seen_by(cells), 1)
+                backend.begin_batch(rows, seen_by(cells), 1, {"mask.near": seen_by(cells, 3)})
                 backend.compile("case", build_and_store).run()
                 found.append(backend.host("out").copy())
             assert np.array_equal(*found) and np.isfinite(found[0]).all()
@@ -69,11 +70,11 @@ class World:
         out[:] = self.weights[name].tobytes()
 
 
-def seen_by(cells: NDArray[np.int64]) -> NDArray[np.float16]:
-    """Each row sees its own cell and those of the rows before it."""
+def seen_by(cells: NDArray[np.int64], most: int = N_KV) -> NDArray[np.float16]:
+    """Each row sees its own cell and those of the rows before it, `most` in all."""
     mask = np.full((len(cells), N_KV), -np.inf, np.float16)
     for row in range(len(cells)):
-        mask[row, cells[: row + 1]] = 0
+        mask[row, cells[max(0, row + 1 - most) : row + 1]] = 0
     return mask
 
 
@@ -120,3 +121,30 @@ def test_values_may_lie_in_the_keys(rows: int, flash: bool, tolerance: float) ->
     ]
     assert np.array_equal(*found)
     assert shared.cell_bytes(KVType.F16) == 2 * 48 and apart.cell_bytes(KVType.F16) == 2 * 80
+
+
+@pytest.mark.parametrize(("flash", "tolerance"), [(False, 2e-5), (True, 2e-3)])
+@pytest.mark.parametrize("k_dim", [48, 52], ids=["our kernel", "ggml's"])
+@pytest.mark.parametrize("rows", [1, 7, 40])
+def test_sinks_take_their_part_and_each_mask_is_its_own(rows: int, k_dim: int, flash: bool, tolerance: float) -> None:
+    kv = [KVLayout(layer, 2, k_dim, 32) for layer in range(3)]
+    inputs = {"q": random(rows, 6, k_dim), "k": random(rows, 2, k_dim), "v": random(rows, 2, 32)}
+    world = World(inputs, {"sinks": random(6), "none": np.full(6, -1e30, np.float32)}, kv)
+
+    def attend(layer: int, **how: str) -> Callable[[Graph], Tensor]:
+        return lambda g: g.attention(g.load("q"), g.load("k"), g.load("v"), kv[layer], 0.3, **how)
+
+    plain = assert_agree(world, attend(0), tolerance, flash=flash)
+    with_sinks = assert_agree(world, attend(1, sinks="sinks", mask="mask.near"), tolerance, flash=flash)
+    near = assert_agree(world, attend(2, mask="mask.near"), tolerance, flash=flash)
+    assert np.abs(with_sinks - near).max() > 0.01
+    assert (np.abs(near - plain).max() > 0.01) == (rows > 3)
+    empty = assert_agree(world, attend(1, sinks="none", mask="mask.near"), tolerance, flash=flash)
+    assert np.abs(empty - near).max() < tolerance
+
+
+@pytest.mark.parametrize("activation", Activation)
+def test_gated_activations(activation: Activation) -> None:
+    world = World({"gate": 6 * random(9, 64), "up": 6 * random(9, 64, seed=1)})
+    tolerance = 2e-3 if activation is Activation.GELU else 2e-6  # ggml's GELU looks up a table of halves
+    assert_agree(world, lambda g: g.gated(g.load("gate"), g.load("up"), activation), tolerance)

@@ -40,6 +40,7 @@ FIXTURES = [
     "bailingmoe2/model-q4_k.gguf",
     "glm4moe-nextn/model-q4_k.gguf",
     "deepseek2-v3/model-q4_k.gguf",
+    "gpt-oss/model-mxfp4.gguf",
 ]
 DECODED = 5
 SPAN = 640  # cells of a sequence

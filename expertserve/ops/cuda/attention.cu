@@ -69,8 +69,9 @@ __global__ void attend(const float *q, const typename T::type *keys, const typen
     if (threadIdx.x == 0) part[0] = top, part[1] = total;
 }
 
-// Merges the stretches of `attend` in order into out [rows, heads, v_dim]. Grid: heads, rows.
-__global__ void merge_attention(const float *part, float *out, int splits, int v_dim) {
+// Merges the stretches of `attend` in order into out [rows, heads, v_dim]; `sinks` are scores of heads that have no value,
+// or null. Grid: heads, rows.
+__global__ void merge_attention(const float *part, const float *sinks, float *out, int splits, int v_dim) {
     long long head = (long long)blockIdx.y * gridDim.x + blockIdx.x;
     part += head * splits * (v_dim + 2);
     float top = -INFINITY, total = 0;
@@ -79,6 +80,7 @@ __global__ void merge_attention(const float *part, float *out, int splits, int v
         const float *p = part + s * (v_dim + 2);
         total += p[0] == -INFINITY ? 0 : p[1] * expf(p[0] - top);
     }
+    if (sinks) total += expf(sinks[blockIdx.x] - top);
     for (int i = threadIdx.x; i < v_dim; i += blockDim.x) {
         float value = 0;
         for (int s = 0; s < splits; s++) {
@@ -94,7 +96,7 @@ __global__ void merge_attention(const float *part, float *out, int splits, int v
 // t, t + 128, ... of every row. Chunks that the mask hides from all rows are skipped. Grid: heads, rows / QUERIES.
 template <class T, int MOST, int QUERIES, int CELLS>
 __global__ void attend_many(const float *q, const typename T::type *keys, const typename T::type *values,
-                            const u16 *mask, float *out, int rows, int kv_heads, int k_dim, int v_dim, int v_width,
+                            const u16 *mask, const float *sinks, float *out, int rows, int kv_heads, int k_dim, int v_dim, int v_width,
                             int n_kv, float scale) {
     const int PARTS = (MOST + 32 * WARPS - 1) / (32 * WARPS);
     __shared__ float query[QUERIES][MOST], cell[CELLS][MOST + 1], weight[QUERIES][CELLS];
@@ -170,6 +172,6 @@ __global__ void attend_many(const float *q, const typename T::type *keys, const 
         for (int j = 0; j < PARTS; j++) {
             int d = t + 32 * WARPS * j;
             if (r < count && d < v_dim)
-                out[((long long)(first + r) * gridDim.x + head) * v_dim + d] = acc[r][j] / sum[r];
+                out[((long long)(first + r) * gridDim.x + head) * v_dim + d] = acc[r][j] / (sum[r] + (sinks ? expf(sinks[head] - maximum[r]) : 0));
         }
 }

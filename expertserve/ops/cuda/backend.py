@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,17 @@ from expertserve.errors import UnsupportedModelError
 from expertserve.gguf.file import TensorInfo
 from expertserve.gguf.spans import ExpertTower
 from expertserve.ops import base
-from expertserve.ops.base import ExpertShape, HostAccess, KVLayout, KVType, ReadTensor, RecurrentLayout, Rope
+from expertserve.ops.base import (
+    NO_MASKS,
+    ExpertShape,
+    HostAccess,
+    KVLayout,
+    KVType,
+    Mask,
+    ReadTensor,
+    RecurrentLayout,
+    Rope,
+)
 from expertserve.ops.cuda.device import Device, DeviceMemory, Download, Upload, Zero
 from expertserve.ops.cuda.experts import CallStaging, CudaExpertKernel, staging_bytes
 from expertserve.ops.cuda.graph import CudaGraph, cell_of
@@ -226,13 +236,15 @@ class CudaBackend(base.Backend):
         assert mirror is not None, f"the host has nothing to do with {name}"
         return mirror
 
-    def begin_batch(self, rows: int, mask: NDArray[np.float16], outputs: int) -> None:
+    def begin_batch(self, rows: int, mask: Mask, outputs: int, more_masks: Mapping[str, Mask] = NO_MASKS) -> None:
         self.rows, self.n_kv, self.outputs = rows, mask.shape[1], outputs
-        self.host("mask")[: mask.size] = mask.reshape(-1)
+        masks = {"mask": mask, **more_masks}
+        for name, values in masks.items():
+            self.host(name)[: values.size] = values.reshape(-1)
         for name, buffer in self._buffers.items():
             if buffer.access is HostAccess.WRITES and name != "expert_weights":
                 assert buffer.mirror is not None
-                used = buffer.mirror[: mask.size if name == "mask" else rows]
+                used = buffer.mirror[: mask.size if name in masks else rows]
                 self.device.compute.run(Upload(buffer.address, used))
 
     def compile(self, name: str, build: Callable[[base.Graph], None]) -> CudaSegment:

@@ -18,7 +18,7 @@ from expertserve.ops import base
 from expertserve.ops.base import ExpertShape, require
 from expertserve.ops.cuda.device import Event, Launch, Upload
 from expertserve.ops.cuda.graph import blocks
-from expertserve.ops.cuda.source import WARPS, expert_kernels
+from expertserve.ops.cuda.source import GATED_OF, WARPS, expert_kernels
 
 if TYPE_CHECKING:
     from expertserve.experts.batch import SlotBatch
@@ -71,6 +71,7 @@ class CudaExpertKernel(base.ExpertKernel):
         self._x, self._y = (np.uint64(backend.address(name)) for name in ("ffn_input", "expert_out"))
         pairs = backend.buffer_shape("expert_out")[0]
         self._h = np.uint64(backend.shared("expert_h", 4 * pairs * shape.ffn))
+        self._biases = _biases(backend, tower, shape)
         self._staging = backend.call_staging(tower.num_experts, pairs)
 
     def begin(self, rows: int) -> None:
@@ -85,10 +86,26 @@ class CudaExpertKernel(base.ExpertKernel):
         else:
             gate, down = batch.slices
             up = gate + self._fused_offset
-        gate_at, up_at, down_at, start, pairs = self._staging.send((gate, up, down, batch.group_start, batch.pairs))
+        arrays = (gate, up, down, batch.experts, batch.group_start, batch.pairs)
+        gate_at, up_at, down_at, *groups = self._staging.send(arrays)
         hidden, ffn, top_k = np.int32(shape.hidden), np.int32(shape.ffn), np.int32(shape.top_k)
-        first = (gate_at, up_at, start, pairs, self._x, self._h, hidden, ffn, top_k)
-        second = (down_at, start, pairs, self._h, self._y, hidden, ffn)
+        stride = np.int32(ffn * (2 if "gate_up" in shape.biases else 1))
+        *outer, last = self._biases
+        kind = np.int32(GATED_OF[shape.activation])
+        first: tuple[np.generic, ...] = (
+            gate_at,
+            up_at,
+            *groups,
+            *outer,
+            self._x,
+            self._h,
+            hidden,
+            ffn,
+            top_k,
+            stride,
+            kind,
+        )
+        second: tuple[np.generic, ...] = (down_at, *groups, last, self._h, self._y, hidden, ffn)
         for name, width, args in zip(self._names, (shape.ffn, shape.hidden), (first, second), strict=True):
             stream.run(Launch(name, (blocks(width, WARPS), gate.size, 1), args))
         return stream.record()
@@ -96,4 +113,17 @@ class CudaExpertKernel(base.ExpertKernel):
 
 def staging_bytes(num_experts: int, pairs: int) -> int:
     """Most bytes that the calls of one layer send: every expert in a call of its own."""
-    return num_experts * (3 * (8 + _ALIGN) + 2 * (4 + _ALIGN)) + num_experts * 4 + 4 * pairs + 5 * _ALIGN
+    return num_experts * (3 * (8 + _ALIGN) + 3 * (4 + _ALIGN)) + num_experts * 4 + 4 * pairs + 6 * _ALIGN
+
+
+def _biases(backend: CudaBackend, tower: ExpertTower, shape: ExpertShape) -> tuple[np.uint64, np.uint64, np.uint64]:
+    """Addresses of the biases of gate, up and down; null where there is none."""
+    address = dict.fromkeys(("gate", "up", "down"), np.uint64(0))
+    for role, name in shape.biases.items():
+        bias, wanted = backend.weight(name), (tower.num_experts, tower.slices[tower.roles.index(role)].shape[1])
+        require(bias.shape == wanted and bias.format == "F32", f"{name} has shape {list(bias.shape)}")
+        if role == "gate_up":
+            address["gate"], address["up"] = np.uint64(bias.address), np.uint64(bias.address + 4 * shape.ffn)
+        else:
+            address[role] = np.uint64(bias.address)
+    return address["gate"], address["up"], address["down"]

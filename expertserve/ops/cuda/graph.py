@@ -269,7 +269,7 @@ class CudaGraph(base.Graph):
 
     def gated(self, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
         assert isinstance(gate, CudaTensor) and isinstance(up, CudaTensor) and gate.shape == up.shape
-        return self._binary(GATED_OF[activation], gate, up, 1, gate.count)
+        return self._binary(f"Gated<{GATED_OF[activation]}>", gate, up, 1, gate.count)
 
     def reshape(self, x: Tensor, shape: Sequence[int]) -> Tensor:
         assert isinstance(x, CudaTensor) and math.prod(shape) == x.count
@@ -323,7 +323,17 @@ class CudaGraph(base.Graph):
         self._run("rope", (heads, rows), x, positions, frequencies, out, dim, rope.dims // 2, neox, float(magnitude))
         return out
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor | None, kv: KVLayout, scale: float) -> Tensor:
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor | None,
+        kv: KVLayout,
+        scale: float,
+        *,
+        mask: str = "mask",
+        sinks: str | None = None,
+    ) -> Tensor:
         assert isinstance(q, CudaTensor) and (v is None) == kv.values_in_keys
         heads, rows, n_kv = q.shape[1], self.rows, self._backend.n_kv
         require(q.shape[2] == kv.k_dim, f"query heads of {q.shape[2]} elements meet keys of {kv.k_dim}")
@@ -338,16 +348,17 @@ class CudaGraph(base.Graph):
             self._run(f"write_cells<{cell}>", (blocks(n, THREADS), rows), x, self._buffer("cells"), cache, n)
         most, out = most_head(kv), self._new(rows, heads * kv.v_dim)
         v_width = kv.k_dim if kv.values_in_keys else kv.num_heads * kv.v_dim
-        sources, dims = (q, keys, values, self._buffer("mask")), (kv.num_heads, kv.k_dim, kv.v_dim, v_width)
+        sources, dims = (q, keys, values, self._buffer(mask)), (kv.num_heads, kv.k_dim, kv.v_dim, v_width)
+        extra = None if sinks is None else self._vector(sinks, heads)
         if rows >= MANY_ROWS:
             tiles = blocks(rows, QUERIES_AND_CELLS[most][0])
-            self._run(attend_many(cell, most), (heads, tiles), *sources, out, rows, *dims, n_kv, float(scale))
+            self._run(attend_many(cell, most), (heads, tiles), *sources, extra, out, rows, *dims, n_kv, float(scale))
             return out
         splits = blocks(n_kv, STRETCH)
         part = self._new(rows, heads, splits, kv.v_dim + 2)
         kernel = f"attend<{cell}, {most}>"
         self._run(kernel, (heads, splits, rows), *sources, part, *dims, n_kv, STRETCH, float(scale))
-        self._run("merge_attention", (heads, rows), part, out, splits, kv.v_dim)
+        self._run("merge_attention", (heads, rows), part, extra, out, splits, kv.v_dim)
         return out
 
     # -- recurrence -------------------------------------------------------------------------------------------------

@@ -57,8 +57,8 @@ struct Add {
 struct Mul {
     __device__ static float of(float a, float b) { return a * b; }
 };
-struct SiluGated {
-    __device__ static float of(float a, float b) { return silu(a) * b; }
+template <int KIND> struct Gated {
+    __device__ static float of(float a, float b) { return gated(KIND, a, b); }
 };
 template <class OP> __global__ void binary(const float *a, const float *b, float *out, int count, int repeat, int n) {
     int i = blockIdx.x * blockDim.x + threadIdx.x;

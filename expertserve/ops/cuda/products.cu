@@ -45,14 +45,18 @@ template <class F> __global__ void take_rows(const u8 *weight, const int *ids, f
     for (int i = 0; i < 8 && first + i < n; i++) out[(long long)row * n + first + i] = w[i];
 }
 
-// h[pair, ffn] = silu(gate x) * up x for the pairs of each group. Grid: ffn / WARPS, groups.
+// h[pair, ffn] = the gated activation of gate x and up x for the pairs of each group. Biases are null or rows of
+// bias_stride, an expert each. Grid: ffn / WARPS, groups.
 template <class G, class U>
-__global__ void expert_gate_up(const u64 *gate, const u64 *up, const int *group_start, const int *pairs, const float *x,
-                               float *h, int hidden, int ffn, int top_k) {
+__global__ void expert_gate_up(const u64 *gate, const u64 *up, const int *experts, const int *group_start,
+                               const int *pairs, const float *gate_bias, const float *up_bias, const float *x, float *h,
+                               int hidden, int ffn, int top_k, int bias_stride, int activation) {
     int f = blockIdx.x * WARPS + threadIdx.x / 32, group = blockIdx.y;
     if (f >= ffn) return;
     const u8 *gate_row = (const u8 *)gate[group] + f * row_bytes<G>(hidden);
     const u8 *up_row = (const u8 *)up[group] + f * row_bytes<U>(hidden);
+    long long at = (long long)experts[group] * bias_stride + f;
+    float more_gate = gate_bias ? gate_bias[at] : 0, more_up = up_bias ? up_bias[at] : 0;
     for (int first = group_start[group]; first < group_start[group + 1]; first += TILE) {
         int left = group_start[group + 1] - first, count = left < TILE ? left : TILE;
         const float *from[TILE];
@@ -61,17 +65,19 @@ __global__ void expert_gate_up(const u64 *gate, const u64 *up, const int *group_
         row_products<G>(gate_row, from, count, hidden, g);
         row_products<U>(up_row, from, count, hidden, u);
         if (threadIdx.x % 32 == 0)
-            for (int r = 0; r < count; r++) h[(long long)pairs[first + r] * ffn + f] = silu(g[r]) * u[r];
+            for (int r = 0; r < count; r++)
+                h[(long long)pairs[first + r] * ffn + f] = gated(activation, g[r] + more_gate, u[r] + more_up);
     }
 }
 
-// y[pair, hidden] = down h[pair] for the pairs of each group. Grid: hidden / WARPS, groups.
+// y[pair, hidden] = down h[pair] + bias[expert, hidden] for the pairs of each group; the bias may be null. Grid: hidden / WARPS, groups.
 template <class D>
-__global__ void expert_down(const u64 *down, const int *group_start, const int *pairs, const float *h, float *y,
-                            int hidden, int ffn) {
+__global__ void expert_down(const u64 *down, const int *experts, const int *group_start, const int *pairs,
+                            const float *bias, const float *h, float *y, int hidden, int ffn) {
     int o = blockIdx.x * WARPS + threadIdx.x / 32, group = blockIdx.y;
     if (o >= hidden) return;
     const u8 *row = (const u8 *)down[group] + o * row_bytes<D>(ffn);
+    float more = bias ? bias[(long long)experts[group] * hidden + o] : 0;
     for (int first = group_start[group]; first < group_start[group + 1]; first += TILE) {
         int left = group_start[group + 1] - first, count = left < TILE ? left : TILE;
         const float *from[TILE];
@@ -79,7 +85,7 @@ __global__ void expert_down(const u64 *down, const int *group_start, const int *
         float sums[TILE];
         row_products<D>(row, from, count, ffn, sums);
         if (threadIdx.x % 32 == 0)
-            for (int r = 0; r < count; r++) y[(long long)pairs[first + r] * hidden + o] = sums[r];
+            for (int r = 0; r < count; r++) y[(long long)pairs[first + r] * hidden + o] = sums[r] + more;
     }
 }
 

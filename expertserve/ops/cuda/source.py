@@ -20,7 +20,8 @@ FORMATS = (
 )
 """GGUF tensor types that the kernels decode."""
 CELL_OF = {KVType.F16: "HalfCell", KVType.F32: "FloatCell"}
-GATED_OF = {Activation.SILU: "SiluGated"}
+GATED_OF = {Activation.SILU: 0, Activation.GELU: 1, Activation.SWIGLU_OAI: 2}
+"""The numbers of gated activations in the source."""
 WARPS = 4
 TILE = 8
 MOST_HEADS = (128, 256, 576)
@@ -30,7 +31,13 @@ MOST_TAPS = 8
 MOST_KEY = 256
 PLAIN_KERNELS = (
     *("combine_experts", "rms_norm", "rope", "merge_attention", "scale", "copy_columns", "causal_conv", "gated_delta"),
-    *("unary<Sigmoid>", "unary<Silu>", "binary<Add>", "binary<Mul>", *(f"binary<{op}>" for op in GATED_OF.values())),
+    *(
+        "unary<Sigmoid>",
+        "unary<Silu>",
+        "binary<Add>",
+        "binary<Mul>",
+        *(f"binary<Gated<{n}>>" for n in GATED_OF.values()),
+    ),
 )
 
 

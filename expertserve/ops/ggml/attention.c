@@ -31,6 +31,7 @@ struct attention_call {
     void **q;             /* where the tensors keep their data pointers: [rows, heads, k_dim] */
     void **out;           /* [rows, heads, v_dim] */
     const uint16_t *mask; /* [rows, n_kv] halves: zero where the token sees the cell */
+    const float *sinks;   /* [heads] scores that have no value, or NULL */
     softmax_fn softmax;
     char *scratch; /* scratch_bytes a thread: (HEADS + 1) * n_kv words */
     int64_t scratch_bytes;
@@ -117,11 +118,13 @@ static void attend(const struct attention_call *c, int row, int head, int heads,
     }
     score(c, q, c->k + 2 * (int64_t)kv_head * c->k_dim, cells, count, scores);
     for (int h = 0; h < HEADS; h++) {
-        float *s = scores + (int64_t)h * c->n_kv, max = -INFINITY;
+        float *s = scores + (int64_t)h * c->n_kv;
+        const float sink = c->sinks ? c->sinks[head + (h < heads ? h : 0)] : -INFINITY;
+        float max = sink;
         for (int i = 0; i < count; i++) {
             max = s[i] > max ? s[i] : max;
         }
-        factor[h] = (float)(1 / c->softmax(count, s, s, max));
+        factor[h] = (float)(1 / (c->softmax(count, s, s, max) + (c->sinks ? expf(sink - max) : 0.0f)));
     }
     mix(c, scores, c->v + 2 * (int64_t)kv_head * c->v_dim, cells, count, factor, out, heads);
 }

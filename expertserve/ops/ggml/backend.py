@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from expertserve.errors import CapacityError, UnsupportedModelError
 from expertserve.gguf.file import TensorInfo
 from expertserve.gguf.spans import ExpertTower
 from expertserve.ops import base
-from expertserve.ops.base import ExpertShape, HostAccess, KVLayout, KVType, ReadTensor, RecurrentLayout
+from expertserve.ops.base import NO_MASKS, ExpertShape, HostAccess, KVLayout, KVType, Mask, ReadTensor, RecurrentLayout
 from expertserve.ops.ggml.experts import GgmlExpertKernel
 from expertserve.ops.ggml.graph import GgmlGraph, GgmlTensor
 from expertserve.ops.ggml.library import MAX_STATE_DIM, ggml
@@ -185,9 +185,10 @@ class GgmlBackend(base.Backend):
     def host(self, name: str) -> NDArray[Any]:
         return self._buffers[name]
 
-    def begin_batch(self, rows: int, mask: NDArray[np.float16], outputs: int) -> None:
+    def begin_batch(self, rows: int, mask: Mask, outputs: int, more_masks: Mapping[str, Mask] = NO_MASKS) -> None:
         self.rows, self.n_kv, self.outputs = rows, mask.shape[1], outputs
-        self._buffers["mask"][: mask.size] = mask.reshape(-1)
+        for name, values in {"mask": mask, **more_masks}.items():
+            self._buffers[name][: values.size] = values.reshape(-1)
 
     def compile(self, name: str, build: Callable[[base.Graph], None]) -> GgmlSegment:
         key = self._segment_key(name)

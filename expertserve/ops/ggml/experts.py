@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from expertserve.errors import UnsupportedModelError
 from expertserve.gguf.spans import ExpertTower
 from expertserve.ops import base
-from expertserve.ops.base import Activation, ExpertShape
+from expertserve.ops.base import Activation, ExpertShape, require
 from expertserve.ops.ggml.library import (
     ExpertCall,
     Matrix,
@@ -30,7 +30,11 @@ if TYPE_CHECKING:
     from expertserve.ops.ggml.plan import GraphPlan
 
 STAGES = tuple(kernel(name) for name in ("expert_input", "expert_gate_up", "expert_activation", "expert_down"))
-GATED = {Activation.SILU: "ggml_vec_swiglu_f32"}
+GATED = {
+    Activation.SILU: "ggml_vec_swiglu_f32",
+    Activation.GELU: "gated_gelu",
+    Activation.SWIGLU_OAI: "gated_swiglu_oai",
+}
 
 
 class GgmlExpertKernel(base.ExpertKernel):
@@ -71,6 +75,7 @@ class GgmlExpertKernel(base.ExpertKernel):
             up_m=up_m,
             down_m=down_m,
             gated=function_address(GATED[shape.activation]),
+            **_biases(backend, tower, shape),
             x=x,
             y=backend.address("expert_out"),
             x_gate=converted(gate_m),
@@ -113,7 +118,25 @@ class GgmlExpertKernel(base.ExpertKernel):
         call.gate = gate.ctypes.data
         call.up = up.ctypes.data
         call.down = down.ctypes.data
+        call.experts = batch.experts.ctypes.data
         call.group_start = batch.group_start.ctypes.data
         call.pairs = batch.pairs.ctypes.data
         self._plan.run()
         call.input_is_new = 0
+
+
+def _biases(backend: GgmlBackend, tower: ExpertTower, shape: ExpertShape) -> dict[str, int]:
+    """Where the experts' biases lie, as the call has them."""
+    address = {}
+    for role, name in shape.biases.items():
+        bias, outputs = backend.weight(name), tower.slices[tower.roles.index(role)].shape[1]
+        require(
+            bias.shape == (tower.num_experts, outputs) and bias.ptr.contents.type == ggml.GGML_TYPE_F32,
+            f"{name} has shape {list(bias.shape)}, expected F32 {[tower.num_experts, outputs]}",
+        )
+        address[role] = int(bias.ptr.contents.data)
+    if "gate_up" in address:
+        address["gate"] = address["gate_up"]
+        address["up"] = address.pop("gate_up") + 4 * shape.ffn
+    stride = shape.ffn * (2 if "gate_up" in shape.biases else 1)
+    return {f"{role}_bias": where for role, where in address.items()} | {"outer_bias_stride": stride}

@@ -37,7 +37,11 @@ if TYPE_CHECKING:
     from expertserve.ops.ggml.backend import GgmlBackend
 
 GRAPH_TENSORS = 256
-GLU_OPS = {Activation.SILU: ggml.ggml_swiglu_split}
+GLU_OPS = {
+    Activation.SILU: ggml.ggml_swiglu_split,
+    Activation.GELU: ggml.ggml_geglu_split,
+    Activation.SWIGLU_OAI: lambda ctx, gate, up: ggml.ggml_swiglu_oai(ctx, gate, up, 1.702, 7.0),
+}
 ATTENTION = kernel("attention")
 CAUSAL_CONV = kernel("causal_conv")
 COMBINE = kernel("combine_experts")
@@ -256,7 +260,17 @@ class GgmlGraph(base.Graph):
         )
         return self._new(out, x.shape)
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor | None, kv: KVLayout, scale: float) -> Tensor:
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor | None,
+        kv: KVLayout,
+        scale: float,
+        *,
+        mask: str = "mask",
+        sinks: str | None = None,
+    ) -> Tensor:
         assert isinstance(q, GgmlTensor) and (v is None) == kv.values_in_keys
         heads = q.shape[1]
         require(q.shape[2] == kv.k_dim, f"query heads of {q.shape[2]} elements meet keys of {kv.k_dim}")
@@ -272,12 +286,14 @@ class GgmlGraph(base.Graph):
             ggml.ggml_build_forward_expand(self.graph, ggml.ggml_set_rows(c, cache, row, cells))
         half = caches[0].contents.type == ggml.GGML_TYPE_F16
         if self._backend.flash_attention and half and attention_fits(kv.k_dim, kv.v_dim):
-            out = self._half_attention(q, caches, kv, scale)
+            out = self._half_attention(q, caches, kv, scale, mask, sinks)
         else:
-            out = self._ggml_attention(q, caches, kv, scale)
+            out = self._ggml_attention(q, caches, kv, scale, mask, sinks)
         return self._new(out, (self.rows, heads * kv.v_dim))
 
-    def _half_attention(self, q: GgmlTensor, caches: tuple[Any, Any], kv: KVLayout, scale: float) -> Any:
+    def _half_attention(
+        self, q: GgmlTensor, caches: tuple[Any, Any], kv: KVLayout, scale: float, mask: str, sinks: str | None
+    ) -> Any:
         """By our kernel over a half-precision cache."""
         keys, values = caches
         heads, n_kv, threads = q.shape[1], self._backend.n_kv, self._backend.threads
@@ -288,7 +304,8 @@ class GgmlGraph(base.Graph):
             k_row_bytes=keys.contents.nb[1],
             v_row_bytes=values.contents.nb[1],
             q=data_slot(q.ptr),
-            mask=self._backend.address("mask"),
+            mask=self._backend.address(mask),
+            sinks=None if sinks is None else self._weight(sinks, heads).contents.data,
             softmax=function_address("ggml_vec_soft_max_f32"),
             scratch=self._backend.shared_scratch("attention", 0, threads * scratch_bytes),
             scratch_bytes=scratch_bytes,
@@ -306,22 +323,27 @@ class GgmlGraph(base.Graph):
         call.out = data_slot(out)
         return out
 
-    def _ggml_attention(self, q: GgmlTensor, caches: tuple[Any, Any], kv: KVLayout, scale: float) -> Any:
+    def _ggml_attention(
+        self, q: GgmlTensor, caches: tuple[Any, Any], kv: KVLayout, scale: float, mask: str, sinks: str | None
+    ) -> Any:
         """By ggml's operators, fused or with a score matrix."""
         c, heads, n_kv = self.ctx, q.shape[1], self._backend.n_kv
-        mask = self._input("mask", ggml.GGML_TYPE_F16, self._backend.address("mask"), n_kv, self.rows)
+        seen = self._input(mask, ggml.GGML_TYPE_F16, self._backend.address(mask), n_kv, self.rows)
+        sink_scores = None if sinks is None else self._weight(sinks, heads)
         views = []
         for cache, dim in zip(caches, (kv.k_dim, kv.v_dim), strict=True):
             head = ggml.ggml_row_size(cache.contents.type, dim)
             views.append(ggml.ggml_view_3d(c, cache, dim, n_kv, kv.num_heads, cache.contents.nb[1], head, 0))
         queries = ggml.ggml_permute(c, q.ptr, 0, 2, 1, 3)  # [heads, rows, k_dim]
         if self._backend.flash_attention:
-            out = ggml.ggml_flash_attn_ext(c, queries, *views, mask, scale, 0.0, 0.0)
+            out = ggml.ggml_flash_attn_ext(c, queries, *views, seen, scale, 0.0, 0.0)
+            ggml.ggml_flash_attn_ext_add_sinks(out, sink_scores)
             ggml.ggml_flash_attn_ext_set_prec(out, ggml.GGML_PREC_F32)
             return ggml.ggml_reshape_2d(c, out, heads * kv.v_dim, self.rows)
         scores = ggml.ggml_mul_mat(c, views[0], queries)
         ggml.ggml_mul_mat_set_prec(scores, ggml.GGML_PREC_F32)
-        probs = ggml.ggml_soft_max_ext(c, scores, mask, scale, 0.0)
+        probs = ggml.ggml_soft_max_ext(c, scores, seen, scale, 0.0)
+        ggml.ggml_soft_max_add_sinks(probs, sink_scores)
         values = ggml.ggml_cont(c, ggml.ggml_transpose(c, views[1]))
         out = ggml.ggml_permute(c, ggml.ggml_mul_mat(c, values, probs), 0, 2, 1, 3)
         return ggml.ggml_cont_2d(c, out, heads * kv.v_dim, self.rows)

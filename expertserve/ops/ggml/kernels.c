@@ -8,6 +8,7 @@
  *
  * Work is handed out in small items by an atomic counter, so that a thread that lost its core slows the others little.
  */
+#include <math.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <string.h>
@@ -46,6 +47,7 @@ struct expert_call {
     const uint64_t *gate;      /* [num_groups] address of the expert's first row */
     const uint64_t *up;
     const uint64_t *down;
+    const int32_t *experts;     /* [num_groups] the expert's number, for its biases */
     const int32_t *group_start; /* [num_groups + 1] */
     const int32_t *pairs;       /* [num_pairs] token * top_k + j */
     /* set once */
@@ -55,6 +57,10 @@ struct expert_call {
     int32_t unused;
     struct matrix gate_m, up_m, down_m;
     gated_fn gated;
+    const float *gate_bias; /* [experts] rows of outer_bias_stride, or NULL */
+    const float *up_bias;
+    const float *down_bias; /* [experts, hidden], or NULL */
+    int64_t outer_bias_stride;
     const float *x;     /* [rows, hidden] */
     float *y;           /* [rows * top_k, hidden] */
     void *x_gate;       /* x in the format of gate_m; x itself where that is float */
@@ -120,6 +126,16 @@ static void product(const struct matrix *m, const char *weights, int row0, int r
     }
 }
 
+/* Adds an expert's bias to elements [row0, row1) of `count` outputs. */
+static void add_bias(const float *bias, int row0, int row1, struct outputs out, int count) {
+    for (int p = 0; bias && p < count; p++) {
+        float *o = out.base + (out.index ? out.index[p] : p) * out.stride;
+        for (int r = row0; r < row1; r++) o[r] += bias[r];
+    }
+}
+
+static const float *row_of(const float *bias, int64_t row, int64_t stride) { return bias ? bias + row * stride : NULL; }
+
 EXPORT void expert_gate_up(struct ggml_tensor *dst, int ith, int nth, void *userdata) {
     struct expert_call *c = userdata;
     const int blocks = (c->ffn + ROWS_PER_ITEM - 1) / ROWS_PER_ITEM;
@@ -130,14 +146,33 @@ EXPORT void expert_gate_up(struct ggml_tensor *dst, int ith, int nth, void *user
         const int group = item / blocks;
         const int row0 = item % blocks * ROWS_PER_ITEM, row1 = min_int(row0 + ROWS_PER_ITEM, c->ffn);
         const int p0 = c->group_start[group], count = c->group_start[group + 1] - p0;
-        float *gate_out = c->gate_up + (int64_t)p0 * 2 * c->ffn;
+        float *outer = c->gate_up + (int64_t)p0 * 2 * c->ffn;
+        const struct outputs gate_out = {outer, 2 * c->ffn, NULL}, up_out = {outer + c->ffn, 2 * c->ffn, NULL};
         const int64_t column = column_bytes(c->hidden);
         product(&c->gate_m, (const char *)(uintptr_t)c->gate[group], row0, row1, c->hidden, c->x_gate,
                 (struct columns){c->gate_columns, column, c->pairs + p0, c->top_k},
-                (struct outputs){gate_out, 2 * c->ffn, NULL}, count, scratch);
+                gate_out, count, scratch);
         product(&c->up_m, (const char *)(uintptr_t)c->up[group], row0, row1, c->hidden, c->x_up,
                 (struct columns){c->up_columns, column, c->pairs + p0, c->top_k},
-                (struct outputs){gate_out + c->ffn, 2 * c->ffn, NULL}, count, scratch);
+                up_out, count, scratch);
+        add_bias(row_of(c->gate_bias, c->experts[group], c->outer_bias_stride), row0, row1, gate_out, count);
+        add_bias(row_of(c->up_bias, c->experts[group], c->outer_bias_stride), row0, row1, up_out, count);
+    }
+}
+
+/* y = g * sigmoid(1.702 g) * (u + 1), g and u limited; y may be gate. */
+EXPORT void gated_swiglu_oai(int n, float *y, const float *gate, const float *up) {
+    for (int i = 0; i < n; i++) {
+        const float g = fminf(gate[i], 7.0f), u = fmaxf(fminf(up[i], 7.0f), -7.0f);
+        y[i] = g / (1.0f + expf(-1.702f * g)) * (u + 1.0f);
+    }
+}
+
+/* y = gelu(gate) * up, by the tanh form; y may be gate. */
+EXPORT void gated_gelu(int n, float *y, const float *gate, const float *up) {
+    for (int i = 0; i < n; i++) {
+        const float g = gate[i], inner = 0.79788456f * g * (1.0f + 0.044715f * g * g);
+        y[i] = 0.5f * g * (1.0f + tanhf(inner)) * up[i];
     }
 }
 
@@ -165,11 +200,12 @@ EXPORT void expert_down(struct ggml_tensor *dst, int ith, int nth, void *userdat
         const int group = item / blocks;
         const int row0 = item % blocks * ROWS_PER_ITEM, row1 = min_int(row0 + ROWS_PER_ITEM, c->hidden);
         const int p0 = c->group_start[group], count = c->group_start[group + 1] - p0;
+        const struct outputs out = {c->y, c->hidden, c->pairs + p0};
         const int64_t column = column_bytes(c->ffn);
         product(&c->down_m, (const char *)(uintptr_t)c->down[group], row0, row1, c->ffn,
                 (const char *)c->h + p0 * c->down_m.input_row_bytes,
-                (struct columns){c->down_columns + p0 * column, column, NULL, 1},
-                (struct outputs){c->y, c->hidden, c->pairs + p0}, count, scratch);
+                (struct columns){c->down_columns + p0 * column, column, NULL, 1}, out, count, scratch);
+        add_bias(row_of(c->down_bias, c->experts[group], c->hidden), row0, row1, out, count);
     }
 }
 

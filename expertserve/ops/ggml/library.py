@@ -54,6 +54,7 @@ class ExpertCall(ctypes.Structure):
         ("gate", ctypes.c_void_p),
         ("up", ctypes.c_void_p),
         ("down", ctypes.c_void_p),
+        ("experts", ctypes.c_void_p),
         ("group_start", ctypes.c_void_p),
         ("pairs", ctypes.c_void_p),
         ("top_k", ctypes.c_int32),
@@ -64,6 +65,10 @@ class ExpertCall(ctypes.Structure):
         ("up_m", Matrix),
         ("down_m", Matrix),
         ("gated", ctypes.c_void_p),
+        ("gate_bias", ctypes.c_void_p),
+        ("up_bias", ctypes.c_void_p),
+        ("down_bias", ctypes.c_void_p),
+        ("outer_bias_stride", ctypes.c_int64),
         ("x", ctypes.c_void_p),
         ("y", ctypes.c_void_p),
         ("x_gate", ctypes.c_void_p),
@@ -122,6 +127,7 @@ class AttentionCall(ctypes.Structure):
         ("q", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
         ("mask", ctypes.c_void_p),
+        ("sinks", ctypes.c_void_p),
         ("softmax", ctypes.c_void_p),
         ("scratch", ctypes.c_void_p),
         ("scratch_bytes", ctypes.c_int64),
@@ -231,8 +237,9 @@ def kernel(name: str) -> Any:
 
 
 def function_address(name: str) -> int:
-    """Address of a function exported by ggml."""
-    return ctypes.cast(getattr(ggml.lib, name), ctypes.c_void_p).value or 0
+    """Address of a function of ours, else of one exported by ggml."""
+    library = _kernels if hasattr(_kernels, name) else ggml.lib
+    return ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0
 
 
 def data_slot(tensor: Any) -> int:

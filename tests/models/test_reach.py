@@ -1,0 +1,60 @@
+"""Sliding windows: what a layer may see is counted in positions, whatever the cells and the batches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from expertserve.models.batch import Reach
+from expertserve.models.gptoss import GptOss
+from tests.engine.test_batching import prompt
+from tests.models.build import make_batch, open_forward
+from tests.parity.oracle import ORACLE
+
+PATH = ORACLE / "gpt-oss" / "model-q4_k.gguf"
+WINDOW, LAYERS = 32, 3
+needs_fixtures = pytest.mark.skipif(not PATH.exists(), reason="needs the oracle fixtures beside the checkout")
+
+
+def test_a_window_counts_the_token_itself_and_a_chunk_begins_at_its_multiple() -> None:
+    at = np.arange(20, dtype=np.int32)
+    position = np.array([[9], [16]], np.int32)
+    assert [np.flatnonzero(row[:17]).min() for row in Reach(4).includes(position, at)] == [6, 13]
+    assert [np.flatnonzero(row[:17]).min() for row in Reach(8, chunked=True).includes(position, at)] == [8, 16]
+
+
+@needs_fixtures
+@pytest.mark.shared
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_a_token_out_of_every_window_counts_only_by_way_of_layers_without(
+    monkeypatch: pytest.MonkeyPatch, everywhere: bool
+) -> None:
+    if everywhere:
+        monkeypatch.setattr(GptOss, "mask", lambda self, layer: "mask.window")
+    tokens = prompt(1, 130)
+    reached = len(tokens) - LAYERS * (WINDOW - 1) - 1  # the first token that the last one's logits know of
+    with open_forward(PATH, device="reference", kv_type="f32", max_rows=130) as forward:
+        whole = forward(make_batch(tokens))[-1].copy()
+        for changed, seen in ((reached - 1, not everywhere), (reached, True)):
+            other = [*tokens[:changed], (tokens[changed] + 1) % 256, *tokens[changed + 1 :]]
+            assert np.array_equal(forward(make_batch(other))[-1], whole) != seen
+
+
+@needs_fixtures
+@pytest.mark.shared
+def test_windows_hold_over_steps_and_in_scattered_cells() -> None:
+    tokens = prompt(2, 100)
+    with open_forward(PATH, device="reference", kv_type="f32", max_rows=100) as forward:
+        whole = forward(make_batch(tokens)).copy()
+        for start in range(0, 100, 7):
+            part = forward(make_batch(tokens[start : start + 7], start))
+            assert np.abs(part - whole[start : start + 7]).max() < 1e-4
+        cells = np.random.default_rng(0).permutation(256)
+        for start in range(0, 100, 50):
+            batch = make_batch(tokens[start : start + 50], start)
+            mask = np.full_like(batch.mask, -np.inf)
+            mask[:, cells] = batch.mask
+            part = forward(replace(batch, cells=cells[batch.cells], mask=mask))
+            assert np.abs(part - whole[start : start + 50]).max() < 1e-4
