@@ -15,6 +15,7 @@ class Glm4Moe(GqaModel):
     """Q and K are normalised a head in the files that have the norms (GLM-4.5, not GLM-4.5-Air)."""
 
     ffn_norm = "post_attention_norm"
+    predicts_ahead = True
 
     def __init__(self, file: GGUFFile, towers: Mapping[int, ExpertTower], *, draft: bool = False) -> None:
         super().__init__(file, towers, draft=draft)

@@ -26,6 +26,7 @@ class HybridModel(GqaModel):
 
     qk_norm = QKNorm.HEAD
     ffn_norm = "post_attention_norm"
+    predicts_ahead = True
     grouped_heads: ClassVar[bool]
 
     def __init__(self, file: GGUFFile, towers: Mapping[int, ExpertTower], *, draft: bool = False) -> None:

@@ -26,6 +26,8 @@ class Model(ABC):
     normalise_router: ClassVar[bool] = True
     activation: ClassVar[Activation] = Activation.SILU
     ffn_norm: ClassVar[str] = "ffn_norm"
+    predicts_ahead: ClassVar[bool] = False
+    """Whether the family's draft layer (MTP) is served, in files that have one."""
 
     def __init__(self, file: GGUFFile, towers: Mapping[int, ExpertTower], *, draft: bool = False) -> None:
         """With `draft` the layer after the trunk is part of it, which predicts one token further ahead.
@@ -70,8 +72,8 @@ class Model(ABC):
 
     @property
     def drafts(self) -> bool:
-        """Whether the file has a layer that predicts further ahead."""
-        return self.has(f"blk.{self.hp.num_layers}.nextn.eh_proj.weight")
+        """Whether the file has a layer that predicts further ahead, of a kind that is served."""
+        return self.predicts_ahead and self.has(f"blk.{self.hp.num_layers}.nextn.eh_proj.weight")
 
     def _find_draft_layer(self) -> int:
         if not self.drafts:

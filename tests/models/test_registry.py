@@ -1,0 +1,37 @@
+"""What is served, and what is refused by name before a weight is read."""
+
+from __future__ import annotations
+
+import pytest
+
+from expertserve.errors import UnsupportedModelError
+from expertserve.gguf.file import GGUFFile
+from expertserve.models.registry import architectures, load_model
+from tests.parity.oracle import ORACLE
+
+pytestmark = [
+    pytest.mark.shared,
+    pytest.mark.skipif(not ORACLE.is_dir(), reason="needs the oracle fixtures beside the checkout"),
+]
+
+
+def test_another_architecture_is_refused_with_the_list_of_those_that_are_served() -> None:
+    file = GGUFFile.open(ORACLE / "mixtral" / "model-q4_k.gguf")
+    file.architecture = "unheard-of"
+    with pytest.raises(UnsupportedModelError) as refused:
+        load_model(file)
+    said = str(refused.value)
+    assert "model-q4_k.gguf: architecture 'unheard-of' is not served; served: " in said and "\n" not in said
+    assert said.partition("served: ")[2].split(", ") == list(architectures())
+
+
+def test_a_draft_layer_of_a_family_that_does_not_draft_is_left_out_and_refused_when_asked_for() -> None:
+    file = GGUFFile.open(ORACLE / "glm4moe-nextn" / "model-q4_k.gguf")
+    assert load_model(file).drafts and load_model(file, draft=True).draft_layer == 3
+    metadata = {name.replace("glm4moe.", "bailingmoe2."): value for name, value in file.metadata.items()}
+    file.architecture, file.metadata = "bailingmoe2", metadata
+    model = load_model(file)
+    assert not model.drafts and max(model.towers) == 2
+    assert not any(info.name.startswith("blk.3.") for info in model.dense_weights())
+    with pytest.raises(UnsupportedModelError, match="no layer that predicts further ahead.*--draft off"):
+        load_model(file, draft=True)
