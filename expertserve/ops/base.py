@@ -160,7 +160,7 @@ class HostAccess(Enum):
 class Activation(Enum):
     """Gated activation of a feed-forward block.
 
-    SILU: gate * sigmoid(gate) * up. GELU: the tanh form of arXiv:1606.08415, times up. SWIGLU_OAI, as gpt-oss has it:
+    SILU: gate * sigmoid(gate) * up. GELU: the tanh form of arXiv:1606.08415, times up. SWIGLU_OAI (arXiv:2508.10925):
     g * sigmoid(1.702 g) * (u + 1), with g = min(gate, 7) and u = up limited to [-7, 7].
     """
 
