@@ -17,6 +17,7 @@ from expertserve.data import DEMO_NAME, model_path
 from expertserve.engine.draft import scratch_cells
 from expertserve.engine.engine import Engine
 from expertserve.engine.states import slots_for
+from expertserve.errors import CapacityError
 from expertserve.experts.final_line import flush_final_line
 from expertserve.experts.lane import ExpertLane
 from expertserve.experts.memory import available_memory
@@ -26,7 +27,7 @@ from expertserve.gguf.file import GGUFFile
 from expertserve.models.forward import Forward
 from expertserve.models.model import Model
 from expertserve.models.registry import load_model as describe_model
-from expertserve.ops.base import Backend, KVType
+from expertserve.ops.base import KVType
 from expertserve.ops.factory import make_backend
 from expertserve.text.chat_template import ChatTemplate
 from expertserve.text.tokenizer import Tokenizer
@@ -73,7 +74,9 @@ def load_model(settings: Settings, stats: ExpertStats) -> LoadedModel:
         opened.callback(backend.close)
         dense = model.dense_weights()
         backend.check(dense, model.towers.values())
-        left = _memory_left(backend) - sum(info.nbytes for info in dense)
+        free, reserve = backend.memory() or _host_memory()
+        dense_bytes = sum(info.nbytes for info in dense)
+        left = free - reserve - dense_bytes
         kv_type = KVType(settings.kv_type)
         context = min(settings.ctx or _default_context(model, kv_type, left), model.hp.context_length)
         if settings.ctx and settings.ctx > context:
@@ -81,18 +84,24 @@ def load_model(settings: Settings, stats: ExpertStats) -> LoadedModel:
         cells = -(-context // KV_BUCKET) * KV_BUCKET + scratch_cells(settings.parallel, drafts)
         state_slots = slots_for(settings.parallel, drafts)
         judged = settings.parallel * (1 + drafts)
+        kept = kv_bytes(model, kv_type, cells) + state_slots * state_bytes(model)
+        if kept > left:
+            raise CapacityError(
+                f"{dense_bytes} bytes of dense weights and {kept} of KV cache and states for {cells} tokens do not fit "
+                f"the {max(0, free - reserve)} bytes of memory there are, experts left out: lower --ctx or free memory"
+            )
         lane = ExpertLane.open(
             file,
             model.towers,
             model.hp.top_k,
             _lane_settings(settings),
             stats,
-            available_bytes=left - kv_bytes(model, kv_type, cells) - state_slots * state_bytes(model),
+            available_bytes=left - kept,
         )
         opened.callback(lane.close)
         for warning in lane.warnings:
             logger.warning(warning)
-        with _progress("dense weights", sum(info.nbytes for info in dense)) as advance:
+        with _progress("dense weights", dense_bytes) as advance:
             backend.load_weights(dense, file.read_tensor, advance)
         forward = Forward(
             model,
@@ -128,13 +137,10 @@ def _on_abort(message: str) -> None:
     flush_final_line()
 
 
-def _memory_left(backend: Backend) -> int:
-    """Bytes for weights, KV cache, states and slots where the model computes."""
-    free = backend.free_bytes()
-    if free is None:
-        memory = available_memory()
-        free = memory.nbytes - memory.reserve_bytes
-    return free
+def _host_memory() -> tuple[int, int]:
+    """Free bytes of the host, and how many of them to leave alone."""
+    memory = available_memory()
+    return memory.nbytes, memory.reserve_bytes
 
 
 def kv_bytes(model: Model, kv_type: KVType, cells: int) -> int:

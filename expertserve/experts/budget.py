@@ -98,9 +98,12 @@ def plan_slots(
         slots = least  # by their share of the bytes they would be too few: the classes' slots differ in size
     if slots is None:
         need = sum(n * c.layout.slot_bytes for n, c in zip(least, classes, strict=True))
+        remedy = f"give {_SETTING} {-(-need // MIB)}MiB or more"
+        if budget.kind == "auto":
+            remedy = "lower --ctx or free memory"
         raise CapacityError(
-            f"{asked} is too little room for experts: a layer's top-{top_k} needs {sum(least)} slots, {need} bytes; "
-            f"give {_SETTING} {-(-need // MIB)}MiB or more"
+            f"{asked} is too little room for experts: "
+            f"a layer's top-{top_k} needs {sum(least)} slots, {need} bytes; {remedy}"
         )
     plan = SlotPlan(tuple(classes), slots, f"{sum(slots)} of {total} experts in slots, from {asked}")
     if available_bytes is not None and plan.arena_bytes > available_bytes:

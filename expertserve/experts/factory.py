@@ -36,9 +36,11 @@ def make_host_tier(store: ExpertSlotStore, places: int, hotness: NDArray[np.floa
     Raises:
         CapacityError: the memory was refused.
     """
+    if not places:
+        return None
     from expertserve.experts.device_store import DeviceExpertSlotStore
 
-    return HostTier(store, places, hotness) if isinstance(store, DeviceExpertSlotStore) and places else None
+    return HostTier(store, places, hotness) if isinstance(store, DeviceExpertSlotStore) else None
 
 
 def make_slot_store(device: str, slot_count: int, slot_bytes: int, *, huge_pages: bool = True) -> ExpertSlotStore:

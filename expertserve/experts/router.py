@@ -33,7 +33,8 @@ class RouterRule:
         normalise: divide the chosen weights by their sum.
         scale: factor on the weights, after normalising.
         groups, groups_used: experts in equal groups, of which a token takes its experts from the best few only.
-        group_judges: best scores of a group whose sum judges it: two in arXiv:2412.19437, one in arXiv:2405.04434.
+        group_judges: best scores of a group whose sum judges it: two in DeepSeek-V3 (arXiv:2412.19437), one in
+            DeepSeek-V2 (arXiv:2405.04434).
     """
 
     top_k: int

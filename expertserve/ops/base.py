@@ -160,7 +160,7 @@ class HostAccess(Enum):
 class Activation(Enum):
     """Gated activation of a feed-forward block.
 
-    SILU: gate * sigmoid(gate) * up. GELU: the tanh form of arXiv:1606.08415, times up. SWIGLU_OAI (arXiv:2508.10925):
+    SILU: gate * sigmoid(gate) * up. GELU: the tanh form of arXiv:1606.08415, times up. SWIGLU_OAI, as gpt-oss has it:
     g * sigmoid(1.702 g) * (u + 1), with g = min(gate, 7) and u = up limited to [-7, 7].
     """
 
@@ -338,10 +338,10 @@ class Backend(ABC):
         """Raises UnsupportedModelError for a tensor type or shape this device cannot compute with."""
 
     @abstractmethod
-    def free_bytes(self) -> int | None:
-        """Memory of the device for weights, KV cache, states and slots, its own workspace left out.
+    def memory(self) -> tuple[int, int] | None:
+        """Free bytes of the device, and how many of them to leave to the backend's own workspace.
 
-        None where that is the host's memory, which others know about.
+        None where the device's memory is the host's, which others know about.
         """
 
     @abstractmethod

@@ -294,7 +294,7 @@ class ReferenceBackend(base.Backend):
             if info.type not in gguf.quants._type_traits and info.type.name not in ("F32", "F16"):
                 raise UnsupportedModelError(f"{info.name}: tensor type {info.type.name} cannot be dequantised")
 
-    def free_bytes(self) -> None:
+    def memory(self) -> None:
         return None
 
     def load_weights(self, infos: Sequence[TensorInfo], read: ReadTensor, progress: Callable[[int], None]) -> None:

@@ -20,6 +20,9 @@
 struct Index3 {
     unsigned x, y, z;
 };
+struct float4 {
+    float x, y, z, w;
+};
 static Index3 threadIdx, blockIdx, blockDim, gridDim;
 
 static inline float half_to_float(unsigned short bits) {

@@ -13,44 +13,15 @@ from gguf import GGMLQuantizationType
 from numpy.typing import NDArray
 
 from expertserve.ops.base import Rope, RopeStyle
-from expertserve.ops.cuda.source import FORMATS, MOST_HEADS, QUERIES_AND_CELLS, attend_many
+from expertserve.ops.cuda.source import FORMATS, MOST_HEADS, PAIR, QUERIES_AND_CELLS, TILE, WARPS, attend_many
 from expertserve.ops.reference import sigmoid
 from expertserve.ops.rope import rope_frequencies
 from tests.cuda.emulator import THREADS, available, emulator
+from tools.gpu_check.weights import PLAIN, make_weight
 
 pytestmark = pytest.mark.skipif(not available, reason="needs g++")
 
 i32, f32 = np.int32, np.float32
-PLAIN = ("F32", "F16", "BF16")
-
-
-def make_weight(fmt: str, rows: int, n: int, seed: int = 0) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
-    """Raw rows of a format and what they mean: every code word as likely as any other, scales of about 0.01."""
-    kind = GGMLQuantizationType[fmt]
-    values, nbytes = gguf.GGML_QUANT_SIZES[kind]
-    rng = np.random.default_rng(seed)
-    if fmt in PLAIN:
-        w = rng.standard_normal((rows, n)).astype(f32)
-        raw = {"F32": w, "F16": w.astype(np.float16)}.get(fmt, (w.view(np.uint32) >> 16).astype(np.uint16))
-        exact = raw.astype(f32) if fmt != "BF16" else (raw.astype(np.uint32) << 16).view(f32)
-        return np.ascontiguousarray(raw).view(np.uint8).reshape(rows, -1), exact
-    blocks = rng.integers(0, 256, (rows * n // values, nbytes), dtype=np.uint8)
-    scale = np.frombuffer(rng.uniform(0.005, 0.02, len(blocks)).astype(np.float16).tobytes(), np.uint8).reshape(-1, 2)
-    if fmt == "MXFP4":
-        blocks[:, 0] = rng.integers(118, 124, len(blocks))
-    elif fmt == "IQ1_M":  # its scale is spread over the upper four bits of four words
-        word = scale.copy().view(np.uint16)[:, 0]
-        words = blocks[:, 48:56].copy().view(np.uint16)
-        for i in range(4):
-            words[:, i] = (words[:, i] & 0x0FFF) | ((word >> (4 * i)) & 15) << 12
-        blocks[:, 48:56] = words.view(np.uint8)
-    else:
-        at = {"Q2_K": 80, "Q3_K": 108, "Q6_K": 208}.get(fmt, 0)
-        blocks[:, at : at + 2] = scale
-        if fmt in ("Q4_1", "Q5_1", "Q4_K", "Q5_K", "Q2_K"):
-            blocks[:, at + 2 : at + 4] = scale[::-1]
-    raw = blocks.reshape(rows, -1)
-    return raw, np.asarray(gguf.quants.dequantize(raw, kind), f32)
 
 
 def close(got: NDArray[np.float32], want: NDArray[np.floating], tolerance: float = 2e-5) -> None:
@@ -86,7 +57,7 @@ def test_product(fmt: str, rows: int) -> None:
     rng = np.random.default_rng(2)
     x, bias = rng.standard_normal((rows, n)).astype(f32), rng.standard_normal(out_rows).astype(f32)
     y = np.full((rows, out_rows), np.nan, f32)
-    grid = (blocks(out_rows, 4), blocks(rows, 8))
+    grid = (blocks(out_rows, PAIR * WARPS), blocks(rows, TILE))
     emulator().launch(f"matvec<{fmt}>", grid, raw, x, bias if rows > 1 else None, y, i32(n), i32(out_rows), i32(rows))
     close(y, x.astype(np.float64) @ exact.T.astype(np.float64) + (bias if rows > 1 else 0))
 
@@ -104,10 +75,11 @@ def test_experts_over_slots(fmt: str) -> None:
     gate, up, down = (
         np.array([weights[e][role][0].ctypes.data for e in range(experts)], np.uint64) for role in range(3)
     )
-    grid = (blocks(ffn, 4), experts)
+    grid = (blocks(ffn, WARPS), experts)
     common = (np.arange(experts, dtype=i32), start, pairs)
     sizes = (i32(hidden), i32(ffn), i32(top_k), i32(ffn), i32(0))
     emulator().launch(f"expert_gate_up<{fmt}, {fmt}>", grid, gate, up, *common, None, None, x, h, *sizes)
+    grid = (blocks(hidden, PAIR * WARPS), experts)
     emulator().launch(f"expert_down<{fmt}>", grid, down, *common, None, h, y, *sizes[:2])
     for e in range(experts):
         mine = pairs[start[e] : start[e + 1]]

@@ -20,7 +20,7 @@ from expertserve.ops.cuda.scratch import ALIGNMENT, Value, place
 from expertserve.ops.reference import ReferenceBackend
 from tests.cuda.emulator import available
 from tests.cuda.fake_device import FakeDevice
-from tests.cuda.test_kernels import make_weight
+from tools.gpu_check.weights import make_weight
 
 pytestmark = pytest.mark.skipif(not available, reason="needs g++")
 

@@ -69,8 +69,8 @@ __global__ void attend(const float *q, const typename T::type *keys, const typen
     if (threadIdx.x == 0) part[0] = top, part[1] = total;
 }
 
-// Merges the stretches of `attend` in order into out [rows, heads, v_dim]; `sinks` are scores of heads that have no value,
-// or null. Grid: heads, rows.
+// Merges the stretches of `attend` in order into out [rows, heads, v_dim]; `sinks` are scores of heads that have no
+// value, or null. Grid: heads, rows.
 __global__ void merge_attention(const float *part, const float *sinks, float *out, int splits, int v_dim) {
     long long head = (long long)blockIdx.y * gridDim.x + blockIdx.x;
     part += head * splits * (v_dim + 2);
@@ -96,8 +96,8 @@ __global__ void merge_attention(const float *part, const float *sinks, float *ou
 // t, t + 128, ... of every row. Chunks that the mask hides from all rows are skipped. Grid: heads, rows / QUERIES.
 template <class T, int MOST, int QUERIES, int CELLS>
 __global__ void attend_many(const float *q, const typename T::type *keys, const typename T::type *values,
-                            const u16 *mask, const float *sinks, float *out, int rows, int kv_heads, int k_dim, int v_dim, int v_width,
-                            int n_kv, float scale) {
+                            const u16 *mask, const float *sinks, float *out, int rows, int kv_heads, int k_dim,
+                            int v_dim, int v_width, int n_kv, float scale) {
     const int PARTS = (MOST + 32 * WARPS - 1) / (32 * WARPS);
     __shared__ float query[QUERIES][MOST], cell[CELLS][MOST + 1], weight[QUERIES][CELLS];
     __shared__ float maximum[QUERIES], sum[QUERIES], keep[QUERIES];
@@ -172,6 +172,7 @@ __global__ void attend_many(const float *q, const typename T::type *keys, const 
         for (int j = 0; j < PARTS; j++) {
             int d = t + 32 * WARPS * j;
             if (r < count && d < v_dim)
-                out[((long long)(first + r) * gridDim.x + head) * v_dim + d] = acc[r][j] / (sum[r] + (sinks ? expf(sinks[head] - maximum[r]) : 0));
+                out[((long long)(first + r) * gridDim.x + head) * v_dim + d] =
+                    acc[r][j] / (sum[r] + (sinks ? expf(sinks[head] - maximum[r]) : 0));
         }
 }

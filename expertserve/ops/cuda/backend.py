@@ -108,9 +108,9 @@ class CudaBackend(base.Backend):
             if info.type.name not in FORMATS:
                 raise UnsupportedModelError(f"{info.name}: tensor type {info.type.name} has no kernel on this device")
 
-    def free_bytes(self) -> int:
+    def memory(self) -> tuple[int, int]:
         free = self.device.free_bytes()
-        return free - max(LEAST_WORKSPACE_BYTES, int(free * WORKSPACE_SHARE))
+        return free, max(LEAST_WORKSPACE_BYTES, int(free * WORKSPACE_SHARE))
 
     def load_weights(self, infos: Sequence[TensorInfo], read: ReadTensor, progress: Callable[[int], None]) -> None:
         formats = {info.type.name for info in infos}

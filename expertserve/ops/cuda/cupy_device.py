@@ -21,6 +21,9 @@ from expertserve.ops.cuda.device import THREADS, Command, Download, Launch, Prod
 from expertserve.ops.cuda.source import source_text
 
 LEAST_CAPABILITY = 75
+_NO_TOOLKIT = (
+    "{} is missing beside CuPy: pip install 'expertserve[cuda]' for CUDA 12, 'expertserve[cuda13]' for CUDA 13"
+)
 _ONE, _ZERO = np.ones(1, np.float32), np.zeros(1, np.float32)
 
 
@@ -91,21 +94,11 @@ class CupyStream(device.Stream):
 
     def prepare(self, commands: Sequence[Command]) -> Callable[[], None]:
         if any(isinstance(command, Product) for command in commands):
-            return lambda: self._run_all(commands)
-        graph: list[Any] = []
+            return lambda: self.run_all(commands)
+        return CapturedCommands(self, commands).run
 
-        def launch() -> None:
-            if not graph:
-                self.stream.begin_capture()
-                try:
-                    self._run_all(commands)
-                finally:
-                    graph.append(self.stream.end_capture())
-            graph[0].launch(self.stream)
-
-        return launch
-
-    def _run_all(self, commands: Iterable[Command]) -> None:
+    def run_all(self, commands: Iterable[Command]) -> None:
+        """Queues commands one by one."""
         for command in commands:
             self.run(command)
 
@@ -120,6 +113,30 @@ class CupyStream(device.Stream):
         self.stream.synchronize()
 
 
+class CapturedCommands:
+    """Commands that become one CUDA graph on their second run; on the first, the driver may still have to load them."""
+
+    def __init__(self, stream: CupyStream, commands: Sequence[Command]) -> None:
+        self._stream, self._commands = stream, commands
+        self._has_run = False
+        self._graph: Any = None
+
+    def run(self) -> None:
+        """Queues them."""
+        stream = self._stream.stream
+        if not self._has_run:
+            self._has_run = True
+            self._stream.run_all(self._commands)
+            return
+        if self._graph is None:
+            stream.begin_capture()
+            try:
+                self._stream.run_all(self._commands)
+            finally:
+                self._graph = stream.end_capture()
+        self._graph.launch(stream)
+
+
 class CupyDevice(device.Device):
     """The first GPU that CUDA shows this process."""
 
@@ -132,7 +149,12 @@ class CupyDevice(device.Device):
             attribute(runtime.cudaDevAttrIntegrated, 0) and attribute(runtime.cudaDevAttrPageableMemoryAccess, 0)
         )
         self._kernels: dict[str, Any] = {}
-        self._blas: Any = None
+        try:
+            from cupy.cuda import cublas
+
+            self._blas = cublas.create()
+        except ImportError:
+            raise KernelUnavailableError(_NO_TOOLKIT.format("cuBLAS")) from None
 
     def free_bytes(self) -> int:
         pool = cupy.get_default_memory_pool()
@@ -163,9 +185,11 @@ class CupyDevice(device.Device):
         wanted = [name for name in names if name not in self._kernels]
         if not wanted:
             return
-        module = cupy.RawModule(code=source_text(), options=("--std=c++17",), name_expressions=wanted)
         try:
+            module = cupy.RawModule(code=source_text(), options=("--std=c++17",), name_expressions=wanted)
             self._kernels.update((name, module.get_function(name)) for name in wanted)
+        except ImportError:
+            raise KernelUnavailableError(_NO_TOOLKIT.format("NVRTC")) from None
         except cupy.cuda.compiler.CompileException as error:
             raise KernelUnavailableError(f"the CUDA kernels do not compile for {self.name}: {error}") from None
 
@@ -177,8 +201,6 @@ class CupyDevice(device.Device):
         """Queues a matrix product on a stream."""
         from cupy.cuda import cublas
 
-        if self._blas is None:
-            self._blas = cublas.create()
         cublas.setStream(self._blas, stream.ptr)
         # Column-major: y^T [n_out, rows] = weight [n_in, n_out]^T times x [n_in, rows].
         cublas.sgemm(

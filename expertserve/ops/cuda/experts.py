@@ -18,7 +18,7 @@ from expertserve.ops import base
 from expertserve.ops.base import ExpertShape, require
 from expertserve.ops.cuda.device import Event, Launch, Upload
 from expertserve.ops.cuda.graph import blocks
-from expertserve.ops.cuda.source import GATED_OF, WARPS, expert_kernels
+from expertserve.ops.cuda.source import GATED_OF, PAIR, WARPS, expert_kernels
 
 if TYPE_CHECKING:
     from expertserve.experts.batch import SlotBatch
@@ -106,8 +106,9 @@ class CudaExpertKernel(base.ExpertKernel):
             kind,
         )
         second: tuple[np.generic, ...] = (down_at, *groups, last, self._h, self._y, hidden, ffn)
-        for name, width, args in zip(self._names, (shape.ffn, shape.hidden), (first, second), strict=True):
-            stream.run(Launch(name, (blocks(width, WARPS), gate.size, 1), args))
+        widths = blocks(shape.ffn, WARPS), blocks(shape.hidden, PAIR * WARPS)
+        for name, width, args in zip(self._names, widths, (first, second), strict=True):
+            stream.run(Launch(name, (width, gate.size, 1), args))
         return stream.record()
 
 

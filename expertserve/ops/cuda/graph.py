@@ -34,6 +34,7 @@ from expertserve.ops.cuda.source import (
     MOST_HEADS,
     MOST_KEY,
     MOST_TAPS,
+    PAIR,
     QUERIES_AND_CELLS,
     TILE,
     WARPS,
@@ -194,7 +195,7 @@ class CudaGraph(base.Graph):
         added = None if bias is None else self._vector(bias, n_out)
         out = self._new(*x.shape[:-1], n_out)
         if rows <= MATVEC_ROWS:
-            grid = (blocks(n_out, WARPS), blocks(rows, TILE))
+            grid = (blocks(n_out, PAIR * WARPS), blocks(rows, TILE))
             self._run(f"matvec<{w.format}>", grid, np.uint64(w.address), x, added, out, n_in, n_out, rows)
             return out
         self._multiply(w, x, out, n_out)
@@ -209,7 +210,7 @@ class CudaGraph(base.Graph):
         )
         n_out = w.shape[1]
         out = self._new(rows, heads, n_out)
-        grid = (blocks(n_out, WARPS), blocks(rows, TILE), heads)
+        grid = (blocks(n_out, PAIR * WARPS), blocks(rows, TILE), heads)
         self._run(f"matvec<{w.format}>", grid, np.uint64(w.address), x, None, out, n_in, n_out, rows)
         return out
 

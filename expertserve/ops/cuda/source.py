@@ -23,6 +23,8 @@ CELL_OF = {KVType.F16: "HalfCell", KVType.F32: "FloatCell"}
 GATED_OF = {Activation.SILU: 0, Activation.GELU: 1, Activation.SWIGLU_OAI: 2}
 """The numbers of gated activations in the source."""
 WARPS = 4
+PAIR = 2
+"""Weight rows that a warp multiplies at once."""
 TILE = 8
 MOST_HEADS = (128, 256, 576)
 QUERIES_AND_CELLS = {128: (16, 32), 256: (16, 16), 576: (8, 8)}

@@ -94,7 +94,7 @@ class GgmlBackend(base.Backend):
             if not ggml.ggml_get_type_traits_cpu(int(info.type)).contents.vec_dot:
                 raise UnsupportedModelError(f"{info.name}: tensor type {info.type.name} has no CPU kernel")
 
-    def free_bytes(self) -> None:
+    def memory(self) -> None:
         return None
 
     def load_weights(self, infos: Sequence[TensorInfo], read: ReadTensor, progress: Callable[[int], None]) -> None:
