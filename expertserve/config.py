@@ -58,6 +58,10 @@ def _not_on_gpu(settings: Settings) -> str | None:
     return None if settings.device == "cuda" else "experts lie in host memory already"
 
 
+def _no_keys(settings: Settings) -> str | None:
+    return None if settings.api_key or settings.api_key_file else "there are no API keys"
+
+
 def _raw(settings: Settings) -> str | None:
     return "raw gives the prompt to the model as it is" if settings.raw else None
 
@@ -232,6 +236,51 @@ class Settings:
     )
     parallel: int = setting(
         4, "Sequences that are answered at the same time.", commands=_SERVE, bounds={"ge": 1, "le": 256}
+    )
+    prompt_slowdown: float = setting(
+        2.0,
+        "How many times longer prompts may make the steps that running answers wait for; 0 is without limit.",
+        commands=_SERVE,
+        bounds={"ge": 0},
+    )
+    max_queue: int = setting(
+        64,
+        "Sequences that may wait for a place; a request for more is refused with 429 unless nothing else runs.",
+        commands=_SERVE,
+        bounds={"ge": 0},
+    )
+    queue_timeout: float = setting(
+        0.0,
+        "Seconds that a request may wait before its first step; 0 is without limit.",
+        commands=_SERVE,
+        bounds={"ge": 0},
+    )
+    request_timeout: float = setting(
+        0.0,
+        "Seconds that a request may take in all; 0 is without limit.",
+        commands=_SERVE,
+        bounds={"ge": 0},
+    )
+    api_key_file: Path | None = setting(
+        None,
+        "A file of keys that requests may carry, one a line; # starts a comment.",
+        commands=_SERVE,
+        parse=readable_file,
+        default_text="none",
+    )
+    key_limit: int = setting(
+        0,
+        "Requests that one key may have under way at once; 0 is without limit.",
+        commands=_SERVE,
+        bounds={"ge": 0},
+        inert=_no_keys,
+    )
+    cors_origin: tuple[str, ...] = setting(
+        (),
+        "Origin of a page elsewhere that may use the server from a browser (* is any), may be given several times.",
+        commands=_SERVE,
+        parse=parse_list,
+        metavar="ORIGIN",
     )
     drain_timeout: float = setting(
         30.0,

@@ -70,9 +70,13 @@ class Engine:
         kv_cells: KVCells | None = None,
         draft: DraftMode = "off",
         draft_tokens: int = 0,
+        slowdown: float = 0.0,
         on_drafts: Callable[[int, int, str], None] = lambda drafted, accepted, verdict: None,
     ) -> None:
-        """`on_drafts` is told what became of a sequence's drafts, and whether drafting is on."""
+        """`on_drafts` is told what became of a sequence's drafts, and whether drafting is on.
+
+        `slowdown` limits how much longer a step may take for prompts while answers run; 0 is no limit.
+        """
         draft_tokens = 0 if draft == "off" else draft_tokens
         kv = KVCells(forward.kv_cells - scratch_cells(parallel, draft_tokens)) if kv_cells is None else kv_cells
         if 0 < forward.state_slots <= parallel * (2 + draft_tokens):
@@ -104,6 +108,7 @@ class Engine:
             chunk=chunk,
             max_outputs=forward.max_outputs,
             draft_tokens=draft_tokens,
+            slowdown=slowdown,
         )
         self._builder = BatchBuilder(kv)
         self._sequences: dict[str, Sequence] = {}  # accepted and not ended; written under the lock
@@ -195,6 +200,7 @@ class Engine:
         """Handles the messages and runs one step; False when there was nothing to run."""
         while self._messages:
             self._messages.popleft()()
+        self._end_expired()
         if not self._scheduler.has_work():
             self._cells_in_use = self._scheduler.cells_in_use()
             return False
@@ -204,11 +210,21 @@ class Engine:
         works = self._scheduler.plan()
         assert works, "no row could be scheduled"
         self._run_works(works)
+        seconds = perf_counter() - began
+        decodes = sum(work.decode for work in works)
+        prompt_rows = sum(work.end - work.start for work in works if not work.decode)
+        self._scheduler.pacer.observe(decodes, prompt_rows, seconds)
         new = int(self._counters["generated_tokens"] - generated)
-        if self._drafter is not None and new and all(work.decode for work in works):
-            self._drafter.trial.add((perf_counter() - began) / new)
+        if self._drafter is not None and new and not prompt_rows:
+            self._drafter.trial.add(seconds / new)
         self._cells_in_use = self._scheduler.cells_in_use()
         return True
+
+    def _end_expired(self) -> None:
+        now = perf_counter()
+        for sequence in [*self._scheduler.running, *self._scheduler.queue]:
+            if (error := sequence.expired(now)) is not None:
+                self._end_with_error(sequence, error)
 
     def check_integrity(self) -> None:
         """Raises AssertionError when cells and their holders disagree; between steps only."""

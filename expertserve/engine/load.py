@@ -123,6 +123,7 @@ def load_model(settings: Settings, stats: ExpertStats) -> LoadedModel:
             chunk=settings.chunk,
             draft=settings.draft,
             draft_tokens=drafts,
+            slowdown=settings.prompt_slowdown,
             on_drafts=stats.count_drafts,
         )
         opened.pop_all()

@@ -7,6 +7,7 @@ and the token that completes a stop string included), then exactly one FinishEve
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -134,9 +135,16 @@ Event = PromptEvent | TokenEvent | FinishEvent | ErrorEvent
 
 @dataclass(slots=True)
 class Request:
-    """A prompt to continue. `on_event` is called on the engine's thread and must return at once."""
+    """A prompt to continue. `on_event` is called on the engine's thread and must return at once.
+
+    Attributes:
+        queue_timeout_s: it fails where no row of it was evaluated by then.
+        timeout_s: it fails where it has not ended by then.
+    """
 
     id: str
     prompt: list[int]
     params: SamplingParams
     on_event: Callable[[Event], None]
+    queue_timeout_s: float = math.inf
+    timeout_s: float = math.inf

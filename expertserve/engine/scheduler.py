@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from expertserve.engine.pacing import PromptPacer
 from expertserve.engine.prefix import PrefixCache
 from expertserve.engine.sequence import Sequence
 from expertserve.engine.states import StateKeeper
@@ -49,8 +50,10 @@ class Scheduler:
         chunk: int,
         max_outputs: int,
         draft_tokens: int = 0,
+        slowdown: float = 0.0,
     ) -> None:
         self.kv = kv
+        self.pacer = PromptPacer(chunk, slowdown)
         self.cache = PrefixCache(kv, states)
         self.states = StateKeeper(states, self.cache.drop_state)
         self.queue: deque[Sequence] = deque()
@@ -76,7 +79,7 @@ class Scheduler:
             if sequence in self.running:  # an older one may have preempted it meanwhile
                 self._schedule(sequence, self._decode_rows(sequence), decode=True)
         decoded = sum(work.end - work.start for work in self._plan)
-        self._rows_left = min(self._chunk, self._max_rows - decoded)
+        self._rows_left = min(self.pacer.rows if decoded else self._chunk, self._max_rows - decoded)
         for sequence in [s for s in self.running if s.pending and not s.decoding]:
             if sequence in self.running:
                 self._schedule(sequence, self._chunk_rows(sequence), decode=False)

@@ -18,6 +18,7 @@ from expertserve.engine.request import Request, Timings, TokenLogprob, Usage
 from expertserve.engine.sampler import Sampler
 from expertserve.engine.states import SequenceState
 from expertserve.engine.stop import StopFilter
+from expertserve.errors import RequestError
 from expertserve.kv.cache import Cells
 
 
@@ -164,6 +165,17 @@ class Sequence:
         if self._first_at is None:
             self._first_at = self._last_at
         return token, logprob
+
+    def expired(self, now: float) -> RequestError | None:
+        """What ends the request because its time is over; `now` is a reading of perf_counter."""
+        waited, request = now - self.submitted_at, self.request
+        if waited > request.timeout_s:
+            what, limit, code = "did not end", request.timeout_s, "request_timeout"
+        elif self._started_at is None and waited > request.queue_timeout_s:
+            what, limit, code = "did not start", request.queue_timeout_s, "queue_timeout"
+        else:
+            return None
+        return RequestError(f"the request {what} within {limit:g} seconds", code=code, http_status=408)
 
     def usage(self) -> Usage:
         return Usage(self.prompt_length, self.generated, self.cached_tokens or 0)

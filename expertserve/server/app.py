@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 
 from expertserve import __version__, log
 from expertserve.config import Settings
+from expertserve.errors import ConfigError
 from expertserve.experts.stats import ExpertStats
 from expertserve.server.chat import ChatChunks, ChatResponse
 from expertserve.server.completions import CompletionChunks, CompletionResponse, CompletionTexts
@@ -47,7 +51,11 @@ def create_app(state: ServerState) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,
     )
-    app.state.generations = Generations(metrics)
+    app.state.generations = Generations(metrics, state.settings)
+    if state.settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=state.settings.cors_origins, allow_methods=["*"], allow_headers=["*"]
+        )
     app.add_middleware(Guard, state=state, metrics=metrics)
     install_error_handlers(app)
     _add_generation_routes(app, state)
@@ -66,7 +74,12 @@ def serve(settings: Settings, stats: ExpertStats) -> int:
     server_settings = ServerSettings(
         host=settings.host,
         port=settings.port,
-        api_keys=settings.api_key,
+        api_keys=(*settings.api_key, *_keys_of(settings.api_key_file)),
+        key_limit=settings.key_limit,
+        cors_origins=settings.cors_origin,
+        max_sequences=settings.parallel + settings.max_queue,
+        queue_timeout_s=settings.queue_timeout or math.inf,
+        request_timeout_s=settings.request_timeout or math.inf,
         max_body_bytes=settings.max_body,
         drain_timeout_s=settings.drain_timeout,
     )
@@ -75,6 +88,20 @@ def serve(settings: Settings, stats: ExpertStats) -> int:
     log.get_logger(__name__).info("listening", url=process.bind())
     process.run()
     return 0
+
+
+def _keys_of(file: Path | None) -> list[str]:
+    """The keys in a file, one a line."""
+    if file is None:
+        return []
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--api-key-file {file}: {error}") from None
+    keys = [key for line in lines if (key := line.partition("#")[0].strip())]
+    if not keys:
+        raise ConfigError(f"--api-key-file {file}: has no key; without this option no key is needed")
+    return keys
 
 
 def _load(settings: Settings, stats: ExpertStats) -> ServedModel:

@@ -42,6 +42,16 @@ class UnavailableError(ExpertServeError):
         self.retry_after_s = retry_after_s
 
 
+class OverloadedError(RequestError):
+    """Too much is under way; a later try may succeed."""
+
+    error_type = "rate_limit_error"
+
+    def __init__(self, message: str, *, code: str, retry_after_s: int) -> None:
+        super().__init__(message, code=code, http_status=429)
+        self.retry_after_s = retry_after_s
+
+
 def error_object(error: ExpertServeError) -> dict[str, Any]:
     """The value of "error" in a body or an SSE error event."""
     return {

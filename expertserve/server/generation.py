@@ -15,8 +15,9 @@ from dataclasses import dataclass
 
 from expertserve.engine.request import ErrorEvent, Event, FinishEvent, Request, SamplingParams, TokenEvent
 from expertserve.errors import ExpertServeError
+from expertserve.server.errors import OverloadedError
 from expertserve.server.metrics import ServerMetrics
-from expertserve.server.state import ServedEngine
+from expertserve.server.state import ServedEngine, ServerSettings
 
 IndexedEvent = tuple[int, Event]
 
@@ -33,8 +34,9 @@ class Choice:
 class Generations:
     """All generations under way; posts from any thread, everything else on the loop."""
 
-    def __init__(self, metrics: ServerMetrics) -> None:
+    def __init__(self, metrics: ServerMetrics, settings: ServerSettings) -> None:
         self.metrics = metrics
+        self.settings = settings
         self.loop: asyncio.AbstractEventLoop
         self._posted: deque[tuple[Generation, int, Event]] = deque()
         self._wake_pending = False
@@ -42,8 +44,21 @@ class Generations:
         metrics.requests_running.set_function(lambda: len(self._active))
 
     def start(self, engine: ServedEngine, generation_id: str, choices: Sequence[Choice]) -> Generation:
-        """Submit every choice; where one is refused, the others are cancelled and its error raised."""
+        """Submit every choice; where one is refused, the others are cancelled and its error raised.
+
+        Raises:
+            OverloadedError: too many sequences are under way. A request that would be too many by itself is served
+                when nothing else is.
+        """
         self.loop = asyncio.get_running_loop()
+        under_way = sum(generation.num_open for generation in self._active)
+        if under_way and under_way + len(choices) > self.settings.max_sequences:
+            self.metrics.refused.labels("queue_full").inc()
+            raise OverloadedError(
+                f"{under_way} sequences run or wait already; at most {self.settings.max_sequences} may",
+                code="queue_full",
+                retry_after_s=self.settings.retry_after_s,
+            )
         generation = Generation(self, engine, generation_id)
         self._active.add(generation)
         try:
@@ -102,12 +117,24 @@ class Generation:
             def on_event(event: Event, index: int = index) -> None:
                 self._owner.post(self, index, event)
 
-            request = Request(id=self._request_id(index), prompt=choice.prompt, params=choice.params, on_event=on_event)
+            request = Request(
+                id=self._request_id(index),
+                prompt=choice.prompt,
+                params=choice.params,
+                on_event=on_event,
+                queue_timeout_s=self._owner.settings.queue_timeout_s,
+                timeout_s=self._owner.settings.request_timeout_s,
+            )
             self._engine.submit(request)
             self._open.add(index)
 
     def _request_id(self, index: int) -> str:
         return f"{self.id}-{index}"
+
+    @property
+    def num_open(self) -> int:
+        """Choices that have not ended."""
+        return len(self._open)
 
     @property
     def running(self) -> bool:

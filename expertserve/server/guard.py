@@ -11,6 +11,7 @@ import hashlib
 import hmac
 import time
 import uuid
+from collections import Counter
 from collections.abc import Iterable
 
 import structlog
@@ -19,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from expertserve import log
 from expertserve.errors import ExpertServeError, RequestError
-from expertserve.server.errors import error_response
+from expertserve.server.errors import OverloadedError, error_response
 from expertserve.server.metrics import ServerMetrics
 from expertserve.server.state import ServerState
 
@@ -40,6 +41,7 @@ class Guard:
         self._state = state
         self._metrics = metrics
         self._max_body_bytes = state.settings.max_body_bytes
+        self._under_way: Counter[int] = Counter()
         self._key_digests = [_digest(key.encode()) for key in state.settings.api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -49,10 +51,11 @@ class Guard:
         exchange = _Exchange(receive, send, self._max_body_bytes)
         with structlog.contextvars.bound_contextvars(request_id=exchange.request_id):
             try:
-                if (refusal := self._refusal(scope)) is not None:
+                key = self._key_of(dict(scope["headers"]))
+                if (refusal := self._refusal(scope, key)) is not None:
                     await exchange.refuse(refusal, scope)
                 else:
-                    await self._app(scope, exchange.receive, exchange.send)
+                    await self._answer(scope, exchange, key)
             except Exception:
                 _log.exception("a request failed", method=scope["method"], path=scope["path"])
                 if exchange.status is None:
@@ -60,10 +63,20 @@ class Guard:
             finally:
                 self._note(scope, exchange)
 
-    def _refusal(self, scope: Scope) -> ExpertServeError | None:
+    async def _answer(self, scope: Scope, exchange: _Exchange, key: int | None) -> None:
+        """Counts what a key has under way; asking how the server does is free."""
+        if key is None or scope["method"] != "POST":
+            await self._app(scope, exchange.receive, exchange.send)
+            return
+        self._under_way[key] += 1
+        try:
+            await self._app(scope, exchange.receive, exchange.send)
+        finally:
+            self._under_way[key] -= 1
+
+    def _refusal(self, scope: Scope, key: int | None) -> ExpertServeError | None:
         path = scope["path"]
-        headers = dict(scope["headers"])
-        if path not in _WITHOUT_KEY and not self._has_key(headers):
+        if path not in _WITHOUT_KEY and self._key_digests and key is None:
             error = RequestError(
                 "a valid API key is needed: send it as 'Authorization: Bearer KEY'",
                 code="invalid_api_key",
@@ -71,6 +84,14 @@ class Guard:
             )
             error.error_type = "authentication_error"
             return error
+        limit = self._state.settings.key_limit
+        if key is not None and limit and scope["method"] == "POST" and self._under_way[key] >= limit:
+            self._metrics.refused.labels("key_limit").inc()
+            return OverloadedError(
+                f"this API key has {limit} requests under way, as many as it may",
+                code="key_limit",
+                retry_after_s=self._state.settings.retry_after_s,
+            )
         if path not in _WITHOUT_MODEL:
             try:
                 self._state.model()
@@ -78,14 +99,13 @@ class Guard:
                 return unavailable
         return None
 
-    def _has_key(self, headers: dict[bytes, bytes]) -> bool:
-        """Every key is compared, in constant time, so that timing tells nothing about any of them."""
-        if not self._key_digests:
-            return True
+    def _key_of(self, headers: dict[bytes, bytes]) -> int | None:
+        """Which key a request carries. Every key is compared, in constant time, so that timing tells nothing."""
         scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
         given = token.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
         digest = _digest(given)
-        return any([hmac.compare_digest(digest, known) for known in self._key_digests])
+        equal = [hmac.compare_digest(digest, known) for known in self._key_digests]
+        return equal.index(True) if any(equal) else None
 
     def _note(self, scope: Scope, exchange: _Exchange) -> None:
         seconds = time.perf_counter() - exchange.started

@@ -74,6 +74,9 @@ class ServerMetrics:
         self.choices_finished = Counter(
             "expertserve_choices_finished", "Ended sequences by reason.", ["reason"], registry=registry
         )
+        self.refused = Counter(
+            "expertserve_requests_refused", "Requests refused with 429, by limit.", ["limit"], registry=registry
+        )
         self.prompt_tokens = Counter(
             "expertserve_prompt_tokens", "Prompt tokens of finished choices.", registry=registry
         )

@@ -7,6 +7,7 @@ template is written here as protocols, so that handlers and tests depend on noth
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -91,6 +92,11 @@ class ServerSettings:
     host: str = "127.0.0.1"
     port: int = 8080
     api_keys: tuple[str, ...] = ()
+    key_limit: int = 0
+    cors_origins: tuple[str, ...] = ()
+    max_sequences: int = 1024
+    queue_timeout_s: float = math.inf
+    request_timeout_s: float = math.inf
     max_body_bytes: int = 32 * 2**20
     drain_timeout_s: float = 30.0
     keep_alive_s: float = 15.0

@@ -38,6 +38,7 @@ def make_rig() -> MakeRig:
         state_slots: int = 0,
         draft: DraftMode = "off",
         draft_tokens: int = 0,
+        slowdown: float = 0.0,
     ) -> Rig:
         forward = HashForward(
             max_rows=max_rows,
@@ -55,6 +56,7 @@ def make_rig() -> MakeRig:
             kv_cells=KVCells(cells),
             draft=draft,
             draft_tokens=draft_tokens,
+            slowdown=slowdown,
         )
         return Rig(engine, forward, Oracle(tokenizer, engine.context, recurrent=state_slots > 0))
 
