@@ -43,6 +43,8 @@ class LoadedModel:
 
     Attributes:
         name: how requests call it, unless an alias does.
+        lane: its experts.
+        memory_plan: bytes by what they are for, as planned before loading.
     """
 
     name: str
@@ -51,6 +53,8 @@ class LoadedModel:
     template: ChatTemplate
     forward: Forward
     engine: Engine
+    lane: ExpertLane
+    memory_plan: dict[str, int]
 
     def close(self) -> None:
         """Ends the engine, then frees the model."""
@@ -129,7 +133,13 @@ def load_model(settings: Settings, stats: ExpertStats) -> LoadedModel:
         opened.pop_all()
     engine.start()
     logger.info("model ready", model=file.paths[0].name, context=engine.context, slots=lane.plan.reason)
-    return LoadedModel(_name(file, settings.model), file, tokenizer, template, forward, engine)
+    plan = {
+        "dense weights": dense_bytes,
+        "KV cache": kept,
+        "expert slots": lane.plan.arena_bytes,
+        "reserve": reserve,
+    }
+    return LoadedModel(_name(file, settings.model), file, tokenizer, template, forward, engine, lane, plan)
 
 
 def _on_abort(message: str) -> None:

@@ -141,6 +141,16 @@ class ExpertLane:
         hotness = {layer: table.cache.current_hotness()[table.keys] for layer, table in self._tables.items()}
         return save_profile(path, identity, hotness)
 
+    def heat(self) -> dict[int, tuple[NDArray[np.float64], NDArray[np.bool_]]]:
+        """Hotness of each expert and whether it is resident, by layer. From any thread: a reading may be a step old."""
+        if self._unstreamed is not None:
+            counts = {layer: table.tower.num_experts for layer, table in self._tables.items()}
+            return {layer: (np.zeros(count), np.ones(count, bool)) for layer, count in counts.items()}
+        return {
+            layer: (table.cache.current_hotness()[table.keys], table.address[0] != 0)
+            for layer, table in self._tables.items()
+        }
+
     def close(self) -> None:
         """Ends the readers, saves the profile and gives the memory back; idempotent."""
         if self._closed:

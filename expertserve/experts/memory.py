@@ -42,6 +42,14 @@ def available_memory(root: Path = Path("/")) -> AvailableMemory:
     return min(found, key=lambda memory: memory.nbytes)
 
 
+def resident_memory(root: Path = Path("/")) -> int:
+    """Bytes of memory that this process occupies; 0 where the system does not say."""
+    for line in _read(root / "proc/self/status").splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
 def _machine_bytes(root: Path) -> int:
     for line in _read(root / "proc/meminfo").splitlines():
         if line.startswith("MemAvailable:"):

@@ -28,8 +28,10 @@ from expertserve.server.envelope import Envelope, response_id
 from expertserve.server.errors import error_object, install_error_handlers
 from expertserve.server.generation import Choice, Generations
 from expertserve.server.guard import Guard
+from expertserve.server.live import live_object
 from expertserve.server.messages import CountBody, MessageEvents, MessageResponse, MessagesBody
 from expertserve.server.metrics import CONTENT_TYPE, ServerMetrics
+from expertserve.server.page import add_page
 from expertserve.server.process import ServerProcess
 from expertserve.server.prompts import chat_choices, chat_prompt, check_ids, completion_choices
 from expertserve.server.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, tools_for_template
@@ -58,6 +60,7 @@ def create_app(state: ServerState) -> FastAPI:
         )
     app.add_middleware(Guard, state=state, metrics=metrics)
     install_error_handlers(app)
+    add_page(app)
     _add_generation_routes(app, state)
     _add_block_routes(app, state)
     _add_token_routes(app, state)
@@ -118,6 +121,8 @@ def _load(settings: Settings, stats: ExpertStats) -> ServedModel:
         fingerprint=_fingerprint(model.file.fingerprint()),
         metadata={"architecture": model.file.architecture},
         stream_snapshot=stats.snapshot,
+        heat=model.lane.heat,
+        memory_plan=model.memory_plan,
         close=model.close,
     )
 
@@ -269,6 +274,15 @@ def _add_status_routes(app: FastAPI, state: ServerState, metrics: ServerMetrics)
     @app.get("/metrics")
     async def metrics_page() -> Response:
         return Response(metrics.exposition(), media_type=CONTENT_TYPE)
+
+    @app.get("/stats")
+    async def live() -> Response:
+        return JSONResponse(live_object(state.model()))
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        state.model()
+        return JSONResponse({"status": "ready"})
 
     @app.get("/v1/models")
     async def models() -> Response:

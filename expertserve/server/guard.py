@@ -22,10 +22,12 @@ from expertserve import log
 from expertserve.errors import ExpertServeError, RequestError
 from expertserve.server.errors import OverloadedError, error_response
 from expertserve.server.metrics import ServerMetrics
+from expertserve.server.page import is_page
 from expertserve.server.state import ServerState
 
-_WITHOUT_KEY = {"/health"}
-_WITHOUT_MODEL = {"/health", "/metrics", "/openapi.json"}
+_WITHOUT_KEY = {"/health", "/ready"}
+_WITHOUT_MODEL = {"/health", "/ready", "/metrics", "/openapi.json"}
+_QUIET = _WITHOUT_MODEL | {"/stats", "/", "/ui/{name}"}  # asked every few seconds
 _log = log.get_logger(__name__)
 
 
@@ -76,6 +78,8 @@ class Guard:
 
     def _refusal(self, scope: Scope, key: int | None) -> ExpertServeError | None:
         path = scope["path"]
+        if is_page(path):
+            return None
         if path not in _WITHOUT_KEY and self._key_digests and key is None:
             error = RequestError(
                 "a valid API key is needed: send it as 'Authorization: Bearer KEY'",
@@ -114,7 +118,7 @@ class Guard:
         status = exchange.status or 499
         self._metrics.http_requests.labels(path, str(status)).inc()
         self._metrics.request_s.observe(seconds)
-        write = _log.debug if path in _WITHOUT_MODEL else _log.info
+        write = _log.debug if path in _QUIET else _log.info
         write("request", method=scope["method"], path=scope["path"], status=status, ms=round(1000 * seconds, 1))
 
 

@@ -13,6 +13,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from expertserve.engine.request import Request
 from expertserve.errors import ConfigError, ExpertServeError, RequestError
 from expertserve.server.errors import UnavailableError
@@ -82,6 +85,8 @@ class ServedModel:
     created: int = field(default_factory=lambda: int(time.time()))
     metadata: Mapping[str, Any] = field(default_factory=dict)
     stream_snapshot: Callable[[], Mapping[str, Any]] = dict
+    heat: Callable[[], Mapping[int, tuple[NDArray[np.float64], NDArray[np.bool_]]]] = dict
+    memory_plan: Mapping[str, int] = field(default_factory=dict)
     close: Callable[[], None] = _nothing
 
 

@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
+
 from expertserve.engine.engine import Engine
 from expertserve.engine.request import SamplingParams
 from expertserve.errors import RequestError
@@ -22,6 +24,8 @@ from tests.engine.fakes import Expected, HashForward, Oracle
 BOS, EOS, VOCAB = 256, 257, 258
 CONTEXT = 512
 MODEL = "hash-moe"
+_DECODE = {"hits": 7, "rows": 0, "computing_s": 0.0, "stalled_s": 0.0, "lane_s": 0.0}
+STREAM = {"hits": 7, "misses": 0, "bytes": 0, "read_mode": "none", "about": {"slots": 3}, "phases": {"decode": _DECODE}}
 
 
 class ByteStream:
@@ -108,7 +112,9 @@ class World:
             names=(MODEL, "other-name"),
             context_length=self.engine.context,
             fingerprint="fp_test",
-            stream_snapshot=lambda: {"about": {"slots": 3}, "phases": {"decode": {"hits": 7}}},
+            stream_snapshot=lambda: STREAM,
+            heat=lambda: {0: (np.array([0.0, 4.0, 1.0]), np.array([False, True, True]))},
+            memory_plan={"expert slots": 1000},
             close=self.engine.stop,
         )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from tests.server.hash_world import BOS, CONTEXT, MODEL, VOCAB
 from tests.server.worlds import Running
 
@@ -40,6 +42,25 @@ def test_a_harness_learns_the_special_tokens_and_the_template(server: Running) -
     info = server.http.get("/tokenizer_info").json()
     assert (info["bos_token"], info["eos_token"], info["pad_token"]) == ("<s>", "</s>", None)
     assert info["chat_template"] == ""
+
+
+def test_ready_and_the_panels_reading(server: Running) -> None:
+    assert server.http.get("/ready").json() == {"status": "ready"}
+    stats = server.http.get("/stats").json()
+    assert stats["heat"]["layers"] == [{"layer": 0, "hotness": [0, 100, 50], "resident": [0, 1, 1]}]
+    assert stats["engine"]["kv_cells"] == 4096 and stats["stream"]["about"]["slots"] == 3
+    assert stats["memory"]["resident_bytes"] > 1 << 20 and stats["memory"]["plan"] == {"expert slots": 1000}
+
+
+def test_the_page_loads_nothing_from_elsewhere(server: Running) -> None:
+    page = server.http.get("/")
+    assert page.headers["content-type"].startswith("text/html") and "default-src 'self'" in str(page.headers)
+    names = re.findall(r'(?:src|href)="([^"#]+)"', page.text)
+    assert {"ui/page.css", "ui/page.js"} <= set(names)
+    for name in ["ui/panel.js", "ui/markdown.js", *(name for name in names if not name.startswith("data:"))]:
+        asset = server.http.get(f"/{name}")
+        assert asset.status_code == 200 and not re.search(r"https?://[a-z0-9]", asset.text), name
+    assert server.http.get("/ui/app.py").status_code == server.http.get("/ui/..%2fapp.py").status_code == 404
 
 
 def test_the_schema_names_the_routes_and_no_page_needs_the_network(server: Running) -> None:
