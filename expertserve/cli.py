@@ -141,6 +141,22 @@ def _bench(settings: Settings, stats: ExpertStats) -> int:
     return bench(settings, stats)
 
 
+@app.command("doctor")
+def _doctor(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[MODEL]", help="A GGUF whose disk is tried; the embedded model's without.", show_default=False
+        ),
+    ] = None,
+) -> int:
+    """Says what of this machine would be used, and what is in the way."""
+    prepare_libraries()
+    from expertserve.doctor import doctor
+
+    return doctor(model)
+
+
 def _print_version(wanted: bool) -> None:
     if wanted:
         print(f"expertserve {__version__}")

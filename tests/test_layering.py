@@ -15,7 +15,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 # Each name may import names of the layers below its own, and its own package.
 LAYERS = (
     ("cli",),
-    ("terminal", "server", "bench"),
+    ("terminal", "doctor", "server", "bench"),
     ("engine",),
     ("models", "text"),
     ("experts", "kv"),

@@ -1,0 +1,122 @@
+"""The command `doctor`: what of this machine the program would use, and what is in its way.
+
+Owns the checks and how they are printed. Each check answers for itself; one that fails does not end the others.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import platform
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from time import perf_counter
+from typing import Literal
+
+from expertserve import __version__
+from expertserve.cpus import physical_cores
+from expertserve.data import DEMO_NAME, model_path
+from expertserve.errors import ExpertServeError
+from expertserve.experts.disk import direct_alignment
+from expertserve.experts.memory import available_memory
+from expertserve.gguf.file import GGUFFile
+from expertserve.ops.devices import device_reports
+
+MIB, GIB = 1 << 20, 1 << 30
+LEAST_DESCRIPTORS = 1024
+_PACKAGES = ("numpy", "ggml-python", "llguidance", "fastapi", "uvicorn")
+_READ_BYTES, _READ_S = 1 * MIB, 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The outcome of a check: fine, worth knowing, or in the way."""
+
+    verdict: Literal["ok", "note", "FAIL"]
+    subject: str
+    text: str
+
+
+def doctor(model: str | None) -> int:
+    """Prints what is found; returns 1 where something is in the way of serving."""
+    findings = list(_findings(model))
+    for finding in findings:
+        print(f"{finding.verdict:4}  {finding.subject:10}  {finding.text}")
+    return int(any(finding.verdict == "FAIL" for finding in findings))
+
+
+def _findings(model: str | None) -> Iterator[Finding]:
+    checks: list[Callable[[], Iterator[Finding]]] = [_environment, _devices, _memory, _limits]
+    for check in checks:
+        yield from check()
+    yield from _file(model or DEMO_NAME)
+
+
+def _environment() -> Iterator[Finding]:
+    yield Finding(
+        "ok", "program", f"expertserve {__version__}, Python {platform.python_version()}, {platform.platform()}"
+    )
+    for name in _PACKAGES:
+        try:
+            yield Finding("ok", "package", f"{name} {version(name)}")
+        except PackageNotFoundError:
+            yield Finding("FAIL", "package", f"{name} is not installed: install expertserve with pip")
+    cores = physical_cores()
+    yield Finding("ok", "processor", f"{cores} physical cores may be used; --threads takes them by default")
+
+
+def _devices() -> Iterator[Finding]:
+    for device, (works, text) in device_reports().items():
+        yield Finding("ok" if works else "FAIL" if device == "cpu" else "note", "device", f"{device}: {text}")
+
+
+def _memory() -> Iterator[Finding]:
+    memory = available_memory()
+    yield Finding("ok", "memory", f"{memory.nbytes / GIB:.1f} GiB to be had, by {memory.limited_by}")
+
+
+def _limits() -> Iterator[Finding]:
+    if os.name != "posix":
+        return
+    import resource
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    enough = soft >= LEAST_DESCRIPTORS
+    advice = "" if enough else f"; each client needs one: raise it to {LEAST_DESCRIPTORS} or more (ulimit -n)"
+    yield Finding("ok" if enough else "note", "limits", f"{soft} open files{advice}")
+
+
+def _file(model: str) -> Iterator[Finding]:
+    try:
+        file = GGUFFile.open(model_path(model))
+        nbytes = sum(path.stat().st_size for path in file.paths)
+        yield Finding("ok", "model", f"{model}: {file.architecture}, {nbytes / GIB:.2f} GiB in {len(file.paths)} files")
+        align = direct_alignment(file.paths)
+    except (ExpertServeError, OSError) as error:
+        yield Finding("FAIL", "model", " ".join(str(error).split()))
+        return
+    if align is None:
+        yield Finding("note", "disk", "no direct reads on this file system: experts come through the page cache")
+    rate = _read_rate(file.paths[0], align)
+    how = "through the page cache" if align is None else f"direct, aligned to {align}"
+    yield Finding("ok", "disk", f"{rate / MIB:.0f} MiB/s by one thread in reads of 1 MiB at random places ({how})")
+
+
+def _read_rate(path: Path, align: int | None) -> float:
+    """Bytes a second of reads at random places, for about a second."""
+    flags = os.O_RDONLY | (os.O_DIRECT if align is not None else 0)
+    size = path.stat().st_size
+    places = max(1, (size - _READ_BYTES) // mmap.PAGESIZE)
+    random_place = random.Random(0)
+    done, descriptor = 0, os.open(path, flags)
+    try:
+        with mmap.mmap(-1, _READ_BYTES) as buffer:
+            began = perf_counter()
+            while perf_counter() - began < _READ_S:
+                done += os.preadv(descriptor, [buffer], random_place.randrange(places) * mmap.PAGESIZE)
+            return done / max(perf_counter() - began, 1e-9)
+    finally:
+        os.close(descriptor)
