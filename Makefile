@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 MODEL ?= demo
-NATIVE := $(wildcard expertserve/ops/ggml/*.c expertserve/ops/ggml/*.h)
+NATIVE := $(wildcard expertserve/ops/ggml/*.c expertserve/ops/ggml/*.h expertserve/experts/*.c expertserve/bench/*.c)
 
 .PHONY: help setup demo test test-slow test-gpu lint type bench docs check clean demo-model
 

@@ -1,4 +1,4 @@
-"""Builds the CPU kernels and the reader threads: plain shared libraries that Python loads through ctypes."""
+"""Builds the parts in C: plain shared libraries that Python loads through ctypes."""
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
@@ -25,6 +25,7 @@ setup(
             extra_compile_args=["-O2", "-std=c11", "-pthread"],
             extra_link_args=["-pthread"],
         ),
+        Extension("expertserve.bench._replay", ["expertserve/bench/replay.c"], extra_compile_args=["-O2", "-std=c11"]),
     ],
     cmdclass={"build_ext": BuildLibraries},
 )

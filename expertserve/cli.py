@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -155,6 +156,46 @@ def _doctor(
     from expertserve.doctor import doctor
 
     return doctor(model)
+
+
+trace_app = typer.Typer(help="Says what a routing trace (of --trace) holds.", no_args_is_help=True)
+app.add_typer(trace_app, name="trace")
+
+_TraceFile = Annotated[Path, typer.Argument(metavar="FILE", help="A routing trace; xz may have compressed it.")]
+_AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
+_Slots = Annotated[
+    str,
+    typer.Option("--slots", metavar="PERCENT,...", help="Slots to replay with, in percent of all experts."),
+]
+_SLOTS = "5,10,15,25,35,50,65,75,90"
+
+
+@trace_app.command("stats")
+def _trace_stats(file: _TraceFile, as_json: _AsJson = False) -> int:
+    """Reuse distance, and each layer's skew, entropy and repetition."""
+    from expertserve.bench.lab import show_stats
+
+    return show_stats(file, as_json=as_json)
+
+
+@trace_app.command("replay")
+def _trace_replay(file: _TraceFile, slots: _Slots = _SLOTS, as_json: _AsJson = False) -> int:
+    """Hit rate over slots of LRU, LFU, ours and Belady's optimum, and of a shuffled control."""
+    from expertserve.bench.lab import parse_shares, show_replay
+
+    return show_replay(file, parse_shares(slots), as_json=as_json)
+
+
+@trace_app.command("plot")
+def _trace_plot(
+    file: _TraceFile,
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="PICTURE", help="Where to write it; .png, .svg or .pdf.")],
+    slots: _Slots = _SLOTS,
+) -> int:
+    """Draws hit rate over slots, reuse distance and the use of experts; needs the extra `plot`."""
+    from expertserve.bench.lab import draw, parse_shares
+
+    return draw(file, out, parse_shares(slots))
 
 
 def _print_version(wanted: bool) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import lzma
 import subprocess
 import sys
 from pathlib import Path
@@ -11,11 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from expertserve.bench.replay import as_requests, belady, lru, slot_cache
+from expertserve.bench.replay import POLICIES, hit_rate, read_requests, slots_of
 from expertserve.data import model_path
-from expertserve.experts.cache import DEFAULT_DECAY
 from expertserve.experts.stats import ExpertStats
-from expertserve.experts.trace import read_trace
 from expertserve.gguf.file import GGUFFile
 from expertserve.text.chat_template import ChatTemplate
 from expertserve.text.tokenizer import Tokenizer
@@ -113,15 +110,10 @@ def test_llama_cpp_continues_with_the_same_tokens(tokenizer: Tokenizer) -> None:
             break
 
 
-def test_our_policy_beats_lru_on_the_recorded_routing_and_not_the_optimum(tmp_path: Path) -> None:
-    path = tmp_path / "demo.trace"
-    path.write_bytes(lzma.decompress(TRACE.read_bytes()))
-    layers, steps = read_trace(path)
-    read = list(steps)
-    assert layers == dict.fromkeys(range(6), 40) and sum(step.rows.decode_rows for step in read) == 20460
-    requests = as_requests(layers, read[:4000], warm_up=200)
+def test_our_policy_beats_lru_on_the_recorded_routing_and_not_the_optimum() -> None:
+    requests = read_requests(TRACE, warm_up=200)
+    assert requests.experts == dict.fromkeys(range(6), 40) and requests.step_rows[:, 0].sum() == 20460
     for share in (0.25, 0.5):
-        slots = round(share * requests.num_keys)
-        ours = slot_cache(DEFAULT_DECAY)(requests, slots)
-        assert lru(requests, slots) + 0.03 < ours < belady(requests, slots)
-        assert ours > share + 0.2
+        rates = {name: hit_rate(requests, policy, slots_of(requests, share)) for name, policy in POLICIES.items()}
+        assert rates["LRU"] + 0.03 < rates["ours"] < rates["Belady"]
+        assert rates["ours"] > share + 0.2

@@ -26,9 +26,10 @@ _RESCALE_ABOVE = 1e100
 NO_SLOT = -1
 
 
-def prefill_weights(counts: NDArray[np.int32], rows: int) -> NDArray[np.float64]:
+def prefill_weights(counts: NDArray[np.int32], rows: int | NDArray[np.int32]) -> NDArray[np.float64]:
     """What a step of `rows` tokens adds to the hotness of experts that `counts` of them chose."""
-    return counts.astype(np.float64) * min(1.0, PREFILL_STEPS / rows)
+    weights: NDArray[np.float64] = counts.astype(np.float64) * np.minimum(1.0, PREFILL_STEPS / rows)
+    return weights
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ at any byte is read up to its last whole record.
 from __future__ import annotations
 
 import json
+import lzma
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,7 @@ from expertserve.experts.step import StepRows
 from expertserve.gguf.spans import ExpertTower
 
 _MAGIC = b"EXPERTTRACE1\n"
+_XZ = b"\xfd7zXZ\0"
 _STEP = 0xFFFF
 _MOST = 0xFFFF
 _RECORD = 4
@@ -78,7 +80,22 @@ def read_trace(path: Path) -> tuple[dict[int, int], Iterator[TraceStep]]:
     Raises:
         ConfigError: the file is no trace.
     """
-    data = path.read_bytes()
+    layers, numbers = read_numbers(path)
+    return layers, _steps(numbers)
+
+
+def read_numbers(path: Path) -> tuple[dict[int, int], NDArray[np.uint16]]:
+    """Experts by layer, and all records as they stand in the file, which xz may have compressed.
+
+    Raises:
+        ConfigError: the file cannot be read or is no trace.
+    """
+    try:
+        data = path.read_bytes()
+        if data.startswith(_XZ):
+            data = lzma.decompress(data)
+    except (OSError, lzma.LZMAError) as error:
+        raise ConfigError(f"{path}: the trace cannot be read: {getattr(error, 'strerror', None) or error}") from error
     end = data.find(b"\n", len(_MAGIC))
     try:
         if not data.startswith(_MAGIC) or end < 0:
@@ -87,7 +104,7 @@ def read_trace(path: Path) -> tuple[dict[int, int], Iterator[TraceStep]]:
     except (ValueError, KeyError, TypeError):
         raise ConfigError(f"{path}: not a routing trace; record one with --trace") from None
     rest = data[end + 1 :]
-    return layers, _steps(np.frombuffer(rest[: len(rest) // 2 * 2], "<u2"))
+    return layers, np.frombuffer(rest[: len(rest) // 2 * 2], "<u2")
 
 
 def _steps(numbers: NDArray[np.uint16]) -> Iterator[TraceStep]:
