@@ -172,6 +172,7 @@ class FakeDevice(device.Device):
         match command:
             case Launch(kernel, grid, args):
                 assert kernel in self.loaded, f"{kernel} was not loaded"
+                assert max(grid[1:]) < 1 << 16, f"{kernel}: a real device has no grid of {grid}"
                 self.launches += 1
                 emulator().launch(kernel, grid, *args)
             case Upload(address, source):

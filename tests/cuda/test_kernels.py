@@ -45,7 +45,7 @@ def test_rows_decode_exactly(fmt: str) -> None:
     raw, exact = make_weight(fmt, 5, n)
     ids = np.array([4, 0, 4], i32)
     out = np.full((3, n), np.nan, f32)
-    emulator().launch(f"take_rows<{fmt}>", (blocks(n, 8 * THREADS), 3), raw, ids, out, i32(n))
+    emulator().launch(f"take_rows<{fmt}>", (3, blocks(n, 8 * THREADS)), raw, ids, out, i32(n))
     close(out, exact[ids], 3e-7)
 
 

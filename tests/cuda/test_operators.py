@@ -93,6 +93,10 @@ def test_parts_views_and_concatenation() -> None:
     agree(build, random(3, 140), {})
 
 
+def test_more_heads_and_rows_than_the_second_axis_of_a_grid_has() -> None:
+    agree(lambda g: g.part(g.reshape(g.load("x"), (2, 35_000, 2)), 1, 2), random(2, 70_000), {})
+
+
 @pytest.mark.parametrize("fmt", ["F32", "F16", "Q4_K", "Q8_0"])
 @pytest.mark.parametrize("rows", [1, graph.MATVEC_ROWS, graph.MATVEC_ROWS + 1, 40])
 def test_products_narrow_and_wide(fmt: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -164,7 +164,7 @@ class CudaGraph(base.Graph):
     def _take_rows(self, table: Weight, ids: np.uint64 | None, out: Value, rows: int, first: int = 0) -> None:
         n = table.shape[-1]
         start = np.uint64(table.address + first * table.row_bytes)
-        self._run(f"take_rows<{table.format}>", (blocks(n, 8 * THREADS), rows), start, ids, out, n)
+        self._run(f"take_rows<{table.format}>", (rows, blocks(n, 8 * THREADS)), start, ids, out, n)
 
     def load(self, buffer: str) -> Tensor:
         value = self._loaded.setdefault(buffer, Value(0, 0, 0, self._backend.address(buffer)))
@@ -180,7 +180,7 @@ class CudaGraph(base.Graph):
             x.value.address = address
         else:
             n = x.shape[-1]
-            self._run("copy_columns", (blocks(n, THREADS), x.num_rows), x, np.uint64(address), n, 1, n, 0, n, 0)
+            self._run("copy_columns", (x.num_rows, blocks(n, THREADS)), x, np.uint64(address), n, 1, n, 0, n, 0)
         if self._backend.access(buffer) is HostAccess.READS:
             self.downloads = True
             self._after.append(Download(self._backend.host(buffer)[: x.shape[0]], address))
@@ -298,14 +298,14 @@ class CudaGraph(base.Graph):
         """Copies columns of x beside each other; a row of x goes to as many rows of out as there are for each."""
         rows = out.num_rows
         sizes = (width, rows // x.num_rows, x.shape[-1], x_at, out.shape[-1], out_at)
-        self._run("copy_columns", (blocks(width, THREADS), rows), x, out, *sizes)
+        self._run("copy_columns", (rows, blocks(width, THREADS)), x, out, *sizes)
 
     def select_outputs(self, x: Tensor) -> Tensor:
         assert isinstance(x, CudaTensor) and len(x.shape) == 2
         self.uses_outputs = True
         n, outputs = x.shape[-1], self._backend.outputs
         out = self._new(outputs, n)
-        self._run("take_rows<F32>", (blocks(n, 8 * THREADS), outputs), x, self._buffer("outputs"), out, n)
+        self._run("take_rows<F32>", (outputs, blocks(n, 8 * THREADS)), x, self._buffer("outputs"), out, n)
         return out
 
     # -- attention --------------------------------------------------------------------------------------------------

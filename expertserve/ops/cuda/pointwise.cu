@@ -65,10 +65,11 @@ template <class OP> __global__ void binary(const float *a, const float *b, float
     if (i < count) out[i] = OP::of(a[i], b[i / repeat % n]);
 }
 
-// to[row, to_at + i] = from[row / repeat, from_at + i] for i < width. Grid: width / 128, rows.
+// to[row, to_at + i] = from[row / repeat, from_at + i] for i < width. Grid: rows, width / 128 (only the
+// first number of a grid may be above 65535).
 __global__ void copy_columns(const float *from, float *to, int width, int repeat, int from_width, int from_at,
                              int to_width, int to_at) {
-    int i = blockIdx.x * blockDim.x + threadIdx.x;
-    long long row = blockIdx.y;
+    int i = blockIdx.y * blockDim.x + threadIdx.x;
+    long long row = blockIdx.x;
     if (i < width) to[row * to_width + to_at + i] = from[row / repeat * from_width + from_at + i];
 }

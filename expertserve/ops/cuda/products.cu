@@ -53,9 +53,9 @@ __global__ void matvec(const u8 *weight, const float *x, const float *bias, floa
                 y[((first + r) * heads + head) * out + o + i] = sums[i][r] + (bias ? bias[o + i] : 0);
 }
 
-// out[rows, n] = rows `ids` of weight (all of them in order where ids is null). Grid: n / (8 * 128), rows.
+// out[rows, n] = rows `ids` of weight (all of them in order where ids is null). Grid: rows, n / (8 * 128).
 template <class F> __global__ void take_rows(const u8 *weight, const int *ids, float *out, int n) {
-    int first = (blockIdx.x * blockDim.x + threadIdx.x) * 8, row = blockIdx.y;
+    int first = (blockIdx.y * blockDim.x + threadIdx.x) * 8, row = blockIdx.x;
     if (first >= n) return;
     float w[8];
     Row<F>::decode8(weight + (ids ? ids[row] : row) * row_bytes<F>(n), first, n, w);
