@@ -239,7 +239,7 @@ class Settings:
     )
     prompt_slowdown: float = setting(
         2.0,
-        "How many times longer prompts may make the steps that running answers wait for; 0 is without limit.",
+        "How many times longer a step may take for the sake of prompts while answers are running; 0 is without limit.",
         commands=_SERVE,
         bounds={"ge": 0},
     )

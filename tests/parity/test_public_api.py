@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.parity.oracle import FIXTURES, ORACLE, Reference, outliers, reference, relative_errors
+from tests.parity.oracle import FIXTURES, ORACLE, Reference, assert_greedy, outliers, reference, relative_errors
 
 pytestmark = [
     pytest.mark.shared,
@@ -139,8 +139,5 @@ def test_completions_with_echo_are_as_close_as_llama_cpp(fixture: str) -> None:
             return_tokens_as_token_ids=True,
         )
         tokens = [int(name.removeprefix("token_id:")) for name in choice["logprobs"]["tokens"]]
-        for position, (token, peer) in enumerate(zip(tokens, ref.greedy.tolist(), strict=True)):
-            if token != peer:
-                best, second = sorted(choice["logprobs"]["top_logprobs"][position].values(), reverse=True)[:2]
-                assert best - second < 1e-3
-                break
+        best = [sorted(likely.values(), reverse=True) for likely in choice["logprobs"]["top_logprobs"]]
+        assert_greedy(tokens, [first - second for first, second, *_ in best], ref)
