@@ -125,10 +125,10 @@ def _repeated(requests: Requests) -> dict[int, int]:
     turn = np.empty(len(order), np.int64)  # of each group, its place when layers follow one another
     turn[order] = np.arange(len(order))
     turns = np.repeat(turn, requests.sizes)
-    counted = np.repeat(requests.counted, requests.sizes)
-    layers = np.repeat(requests.layers, requests.sizes)
     by_key = np.lexsort((turns, requests.keys))
-    keys, turns, counted, layers = (a[by_key] for a in (requests.keys, turns, counted, layers))
+    keys, turns = requests.keys[by_key], turns[by_key]
+    counted = np.repeat(requests.counted, requests.sizes)[by_key]
+    layers = np.repeat(requests.layers, requests.sizes)[by_key]
     same = np.append(False, (keys[1:] == keys[:-1]) & (turns[1:] == turns[:-1] + 1)) & counted
     return {layer: int((same & (layers == layer)).sum()) for layer in requests.experts}
 
