@@ -158,11 +158,38 @@ def _doctor(
     return doctor(model)
 
 
+_AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
+
+
+@app.command("plan")
+def _plan(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A GGUF, also one that is still being downloaded.")],
+    memory: Annotated[
+        str | None, typer.Option("--memory", metavar="SIZE", help="Memory to plan for. [default: what is free here]")
+    ] = None,
+    ctx: Annotated[str | None, typer.Option("--ctx", "-c", metavar="N", help="Tokens of context.")] = None,
+    kv_type: Annotated[str | None, typer.Option("--kv-type", metavar="f16|f32|q8_0", help="Of the KV cache.")] = None,
+    expert_cache: Annotated[
+        str | None, typer.Option("--expert-cache", metavar="SIZE", help="Room for routed experts, as in `serve`.")
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option("--trace", metavar="FILE", help="Routing trace of the model, for hit rates of its own."),
+    ] = None,
+    as_json: _AsJson = False,
+) -> int:
+    """Says from a model's header what fits and how fast the CPU could decode at most; reads only to time the disk."""
+    from expertserve.bench.plan import show_plan
+
+    given = {"model": model, "ctx": ctx, "kv_type": kv_type, "expert_cache": expert_cache, "device": "cpu"}
+    settings = resolve({key: value for key, value in given.items() if value is not None})
+    return show_plan(settings, memory, trace, as_json=as_json)
+
+
 trace_app = typer.Typer(help="Says what a routing trace (of --trace) holds.", no_args_is_help=True)
 app.add_typer(trace_app, name="trace")
 
 _TraceFile = Annotated[Path, typer.Argument(metavar="FILE", help="A routing trace; xz may have compressed it.")]
-_AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 _Slots = Annotated[
     str,
     typer.Option("--slots", metavar="PERCENT,...", help="Slots to replay with, in percent of all experts."),

@@ -79,41 +79,32 @@ def load_model(settings: Settings, stats: ExpertStats) -> LoadedModel:
         dense = model.dense_weights()
         backend.check(dense, model.towers.values())
         free, reserve = backend.memory() or _host_memory()
-        dense_bytes = sum(info.nbytes for info in dense)
-        left = free - reserve - dense_bytes
-        kv_type = KVType(settings.kv_type)
-        context = min(settings.ctx or _default_context(model, kv_type, left), model.hp.context_length)
-        if settings.ctx and settings.ctx > context:
-            logger.warning(f"--ctx {settings.ctx} is more than the model was made for; using its {context}")
-        cells = -(-context // KV_BUCKET) * KV_BUCKET + scratch_cells(settings.parallel, drafts)
+        needs = memory_needs(model, settings, free - reserve)
+        needs.require_fit()
+        if settings.ctx and settings.ctx > needs.context:
+            logger.warning(f"--ctx {settings.ctx} is more than the model was made for; using its {needs.context}")
         state_slots = slots_for(settings.parallel, drafts)
         judged = settings.parallel * (1 + drafts)
-        kept = kv_bytes(model, kv_type, cells) + state_slots * state_bytes(model)
-        if kept > left:
-            raise CapacityError(
-                f"{dense_bytes} bytes of dense weights and {kept} of KV cache and states for {cells} tokens do not fit "
-                f"the {max(0, free - reserve)} bytes of memory there are, experts left out: lower --ctx or free memory"
-            )
         lane = ExpertLane.open(
             file,
             model.towers,
             model.hp.top_k,
             _lane_settings(settings),
             stats,
-            available_bytes=left - kept,
+            available_bytes=needs.left_bytes,
         )
         opened.callback(lane.close)
         for warning in lane.warnings:
             logger.warning(warning)
-        with _progress("dense weights", dense_bytes) as advance:
+        with _progress("dense weights", needs.dense_bytes) as advance:
             backend.load_weights(dense, file.read_tensor, advance)
         forward = Forward(
             model,
             backend,
             lane,
             max_rows=max(settings.chunk, judged),
-            kv_cells=cells,
-            kv_type=kv_type,
+            kv_cells=needs.cells,
+            kv_type=KVType(settings.kv_type),
             min_outputs=judged,
             state_slots=state_slots,
         )
@@ -123,7 +114,7 @@ def load_model(settings: Settings, stats: ExpertStats) -> LoadedModel:
             forward,
             tokenizer,
             parallel=settings.parallel,
-            context=context,
+            context=needs.context,
             chunk=settings.chunk,
             draft=settings.draft,
             draft_tokens=drafts,
@@ -134,8 +125,8 @@ def load_model(settings: Settings, stats: ExpertStats) -> LoadedModel:
     engine.start()
     logger.info("model ready", model=file.paths[0].name, context=engine.context, slots=lane.plan.reason)
     plan = {
-        "dense weights": dense_bytes,
-        "KV cache": kept,
+        "dense weights": needs.dense_bytes,
+        "KV cache": needs.kv_bytes + needs.state_bytes,
         "expert slots": lane.plan.arena_bytes,
         "reserve": reserve,
     }
@@ -152,6 +143,45 @@ def _host_memory() -> tuple[int, int]:
     """Free bytes of the host, and how many of them to leave alone."""
     memory = available_memory()
     return memory.nbytes, memory.reserve_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryNeeds:
+    """What is taken before expert slots are, and what it leaves them.
+
+    Attributes:
+        context: tokens that may be held at once.
+        cells: of the KV cache; the context and what drafts need beside it.
+        left_bytes: for slots; negative where the rest alone is too much.
+    """
+
+    dense_bytes: int
+    context: int
+    cells: int
+    kv_bytes: int
+    state_bytes: int
+    left_bytes: int
+
+    def require_fit(self) -> None:
+        """Raises CapacityError where there is too little memory even without experts."""
+        if self.left_bytes < 0:
+            kept = self.kv_bytes + self.state_bytes
+            memory = max(0, self.left_bytes + self.dense_bytes + kept)
+            raise CapacityError(
+                f"{self.dense_bytes} bytes of dense weights and {kept} of KV cache and states for {self.cells} tokens "
+                f"do not fit the {memory} bytes of memory there are, experts left out: lower --ctx or free memory"
+            )
+
+
+def memory_needs(model: Model, settings: Settings, free_bytes: int) -> MemoryNeeds:
+    """Divides `free_bytes` of the memory where the model computes, from its header alone."""
+    dense = sum(info.nbytes for info in model.dense_weights())
+    drafts = 0 if settings.draft == "off" else settings.draft_tokens
+    kv_type = KVType(settings.kv_type)
+    context = min(settings.ctx or _default_context(model, kv_type, free_bytes - dense), model.hp.context_length)
+    cells = -(-context // KV_BUCKET) * KV_BUCKET + scratch_cells(settings.parallel, drafts)
+    kv, states = kv_bytes(model, kv_type, cells), slots_for(settings.parallel, drafts) * state_bytes(model)
+    return MemoryNeeds(dense, context, cells, kv, states, free_bytes - dense - kv - states)
 
 
 def kv_bytes(model: Model, kv_type: KVType, cells: int) -> int:

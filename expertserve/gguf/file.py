@@ -22,6 +22,8 @@ from expertserve.gguf.positional import read_at
 from expertserve.gguf.splits import check_splits, split_count, split_paths
 from expertserve.gguf.tensor import TensorInfo, TensorType
 
+_BEYOND_ANY_FILE = 1 << 62
+
 __all__ = ["GGUFFile", "TensorInfo", "TensorType"]
 
 
@@ -38,22 +40,24 @@ class GGUFFile:
         self._close = weakref.finalize(self, _close_parts, parts)
 
     @classmethod
-    def open(cls, path: str | Path) -> GGUFFile:
+    def open(cls, path: str | Path, *, partial: bool = False) -> GGUFFile:
         """Read the headers of the model `path` belongs to (any of its splits will do).
+
+        With `partial` tensors may lie beyond the end of a file that is still growing.
 
         Raises:
             GGUFError: a file is malformed, truncated, missing or unreadable.
             UnsupportedModelError: a tensor has a type that is not served.
         """
         path = Path(path)
-        parts = [_Part(path, 0)]
+        parts = [_Part(path, 0, partial)]
         try:
             count = split_count(parts[0].header.metadata, path)
             if count > 1:
                 paths = split_paths(path, count)
                 parts.pop().close()
                 for index, split in enumerate(paths):
-                    parts.append(_Part(split, index))
+                    parts.append(_Part(split, index, partial))
                 check_splits(paths, [part.header for part in parts])
             return cls(parts)
         except BaseException:
@@ -127,7 +131,7 @@ class GGUFFile:
 class _Part:
     """One opened file with its header."""
 
-    def __init__(self, path: Path, index: int) -> None:
+    def __init__(self, path: Path, index: int, partial: bool) -> None:
         self.path = path
         try:
             # Looked at before opening: opening a pipe would wait for a writer.
@@ -140,7 +144,9 @@ class _Part:
         try:
             status = os.fstat(self.file.fileno())
             self.fingerprint = _fingerprint(path, status)
-            self.header: Header = read_header(self.file, status.st_size, str(path), index)
+            self.header: Header = read_header(
+                self.file, _BEYOND_ANY_FILE if partial else status.st_size, str(path), index
+            )
         except BaseException:
             self.file.close()
             raise

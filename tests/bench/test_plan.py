@@ -1,0 +1,102 @@
+"""`expertserve plan`: sizes against the file, figures against a replay, a file that is still growing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from expertserve.bench.plan import Rates, Sizes, decode_rate, prefill_ceiling, traced_hit_rate, usual_hit_rate
+from expertserve.cli import main
+from expertserve.data import model_path
+from expertserve.errors import ConfigError, GGUFError
+from expertserve.gguf.file import GGUFFile
+
+TRACE = Path(__file__).parents[1] / "data" / "demo_routing.trace.xz"
+DEMO = Path(model_path("demo"))
+MODEL = Sizes(0, 0, expert_bytes=8000, experts=80, token_experts=10, token_bytes=3000, working_bytes=1000)
+
+
+def plan(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> dict[str, Any]:
+    assert main(["plan", *arguments, "--json"]) == code
+    report: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return report
+
+
+def test_a_token_takes_the_bytes_it_computes_with_and_those_it_must_read() -> None:
+    rates = Rates(memory=6000.0, disk=1000.0, reader="direct")
+    assert decode_rate(MODEL, rates, 0.5, lambda share: 0.75) == pytest.approx(1 / (0.5 + 0.25))
+    assert decode_rate(MODEL, rates, 1.0, lambda share: 0.75) == pytest.approx(2.0)
+    blind = Rates(memory=6000.0, disk=None, reader="direct")
+    assert decode_rate(MODEL, blind, 0.5, lambda share: 0.75) is None
+    assert decode_rate(MODEL, blind, 1.0, lambda share: 0.75) == pytest.approx(2.0)
+    assert prefill_ceiling(MODEL, rates, 0.75, chunk=4) == pytest.approx(4 * 1000 / 2000)
+    assert prefill_ceiling(MODEL, rates, 1.0, chunk=4) is None
+
+
+def test_the_usual_hit_rates_are_those_of_the_embedded_models_routing() -> None:
+    replayed = traced_hit_rate(TRACE, 240)
+    for share in (0.05, 0.25, 0.5, 0.75, 0.9):
+        assert usual_hit_rate(share) == pytest.approx(replayed(share), abs=0.002)
+
+
+def test_a_trace_of_another_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match="256 experts"):
+        traced_hit_rate(TRACE, 256)
+
+
+def test_sizes_are_those_of_the_file(capsys: pytest.CaptureFixture[str]) -> None:
+    report = plan(capsys, "demo", "--expert-cache", "50%", "--ctx", "512")
+    assert report["file_bytes"] == report["present_bytes"] == DEMO.stat().st_size
+    with GGUFFile.open(DEMO) as file:
+        total = sum(info.nbytes for info in file.tensors.values())
+    assert report["dense_bytes"] + report["expert_bytes"] == total
+    assert (report["slots"], report["experts"], report["token_experts"]) == (120, 240, 24)
+    assert report["working_bytes"] * 10 == report["expert_bytes"]
+    assert (
+        report["context"] == 512
+        and report["decode_tok_s_at_most"] > 0
+        and report["knee_share"] <= report["share"] == 0.5
+    )
+
+
+def test_less_room_predicts_no_more_speed(capsys: pytest.CaptureFixture[str]) -> None:
+    curve = plan(capsys, "demo")["curve"]
+    rates = [row["decode_tok_s_at_most"] for row in curve]
+    assert curve[-1]["share"] == curve[-1]["hit_rate"] == 1.0
+    assert rates == sorted(rates) and rates[0] < rates[-1]
+
+
+def test_what_would_be_refused_is_said_with_the_loaders_words(capsys: pytest.CaptureFixture[str]) -> None:
+    report = plan(capsys, "demo", "--expert-cache", "1", code=5)
+    assert "top-4 needs 12 slots" in report["refused"] and "slots" not in report
+    assert "do not fit" in plan(capsys, "demo", "--memory", "390MiB", "--expert-cache", "100%", code=5)["refused"]
+    assert main(["plan", "demo", "--memory", "much"]) == 2
+    assert "--memory much" in capsys.readouterr().err
+
+
+def test_a_file_that_is_still_downloaded_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    part = tmp_path / "model.gguf.part"
+    shutil.copyfile(DEMO, part)
+    with part.open("r+b") as file:
+        file.truncate(DEMO.stat().st_size // 2)
+    with pytest.raises(GGUFError, match="but the file has only"):
+        GGUFFile.open(part)
+    whole, half = plan(capsys, "demo"), plan(capsys, str(part))
+    assert half["present_bytes"] == DEMO.stat().st_size // 2 and half["file_bytes"] == whole["file_bytes"]
+    same = ("dense_bytes", "expert_bytes", "token_bytes", "kv_bytes", "context")
+    assert [half[name] for name in same] == [whole[name] for name in same]
+    with part.open("r+b") as file:
+        file.truncate(1000)
+    assert main(["plan", str(part)]) == 3
+    assert "the file ended inside" in capsys.readouterr().err
+
+
+def test_the_table_has_the_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "demo", "--expert-cache", "25%"]) == 0
+    table = capsys.readouterr().out
+    assert "slots                   60\n" in table and "hit rate                60.2%\n" in table
+    assert table.splitlines()[-1].split()[:2] == ["100%", "100.0%"]
