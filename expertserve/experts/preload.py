@@ -60,7 +60,7 @@ def preload(
 
     Args:
         wanted: in the order of reading.
-        depth: experts under way at once.
+        depth: experts under way at once, at most; fewer where a store has fewer write buffers.
         progress: called as experts arrive.
         should_stop: looked at as experts arrive; True ends the preload early.
 
@@ -71,6 +71,7 @@ def preload(
     done, failure = 0, None
     queue = iter(wanted)
     more = True
+    depth = min([depth, *(streamer.store.write_depth for streamer, _ in wanted)])
     while more or pool.in_flight:
         while more and pool.in_flight < depth:
             streamer, key = next(queue, (None, 0))

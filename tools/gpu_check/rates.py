@@ -116,6 +116,7 @@ def decode_experts(device: Device, copy: float, report: Report) -> tuple[bool, s
 
     def layer() -> None:
         nonlocal at
+        device.compute.synchronize()  # as a layer does that waits for its router
         chosen = base[at : at + TOP_K]
         at = (at + TOP_K) % slots
         kernel.begin(1)

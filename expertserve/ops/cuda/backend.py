@@ -281,6 +281,7 @@ class CudaBackend(base.Backend):
             if self._scratch is not None:
                 self.device.compute.synchronize()
                 self._scratch.free()
+                self._scratch = None  # a refusal below must not leave an address that is gone
             self._scratch = self.device.allocate(nbytes, "values between kernels (lower --chunk)")
         return self._scratch.address
 

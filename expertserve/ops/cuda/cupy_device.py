@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import cupy
 import numpy as np
+from cuda.pathfinder import DynamicLibNotFoundError
 from cupy.cuda import runtime
 from numpy.typing import NDArray
 
@@ -125,15 +127,18 @@ class CapturedCommands:
         """Queues them."""
         stream = self._stream.stream
         if not self._has_run:
-            self._has_run = True
             self._stream.run_all(self._commands)
+            self._has_run = True
             return
         if self._graph is None:
             stream.begin_capture()
             try:
                 self._stream.run_all(self._commands)
-            finally:
-                self._graph = stream.end_capture()
+            except BaseException:
+                with suppress(Exception):
+                    stream.end_capture()
+                raise
+            self._graph = stream.end_capture()
         self._graph.launch(stream)
 
 
@@ -171,7 +176,8 @@ class CupyDevice(device.Device):
     def allocate_pinned(self, nbytes: int, what: str) -> NDArray[np.uint8]:
         room = nbytes + mmap.PAGESIZE
         try:
-            memory = cupy.cuda.alloc_pinned_memory(room)
+            # Past CuPy's pool, which rounds up to a power of two and keeps what was freed.
+            memory = cupy.cuda.PinnedMemoryPointer(cupy.cuda.PinnedMemory(room), 0)
         except (cupy.cuda.memory.OutOfMemoryError, runtime.CUDARuntimeError):
             raise CapacityError(f"{nbytes} bytes of page-locked host memory for {what} were refused") from None
         array: NDArray[np.uint8] = np.frombuffer(memory, np.uint8, room)
@@ -188,7 +194,7 @@ class CupyDevice(device.Device):
         try:
             module = cupy.RawModule(code=source_text(), options=("--std=c++17",), name_expressions=wanted)
             self._kernels.update((name, module.get_function(name)) for name in wanted)
-        except ImportError:
+        except (ImportError, DynamicLibNotFoundError):
             raise KernelUnavailableError(_NO_TOOLKIT.format("NVRTC")) from None
         except cupy.cuda.compiler.CompileException as error:
             raise KernelUnavailableError(f"the CUDA kernels do not compile for {self.name}: {error}") from None
