@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import deque
 from contextlib import ExitStack
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,9 +27,8 @@ class DeviceExpertSlotStore(ExpertSlotStore):
         """Raises CapacityError where the arena or the staging buffers are refused."""
         if slot_count < 1 or slot_bytes < 1:
             raise ValueError(f"cannot make {slot_count} slots of {slot_bytes} bytes")
+        super().__init__(slot_count, slot_bytes)
         self._device = device
-        self._slot_count = slot_count
-        self._slot_bytes = slot_bytes
         with ExitStack() as undo:
             self._arena = device.allocate(slot_count * slot_bytes, "expert slots (lower --expert-cache)")
             undo.callback(self._arena.free)
@@ -44,31 +42,15 @@ class DeviceExpertSlotStore(ExpertSlotStore):
         self._copied: dict[int, Event] = {}  # by slot, until the compute stream was made to wait
 
     @property
-    def slot_bytes(self) -> int:
-        return self._slot_bytes
-
-    @property
-    def slot_count(self) -> int:
-        return self._slot_count
-
-    @property
-    def resident_bytes(self) -> int:
-        return self._slot_count * self._slot_bytes
-
-    @property
     def base(self) -> int:
         return self._arena.address
-
-    @property
-    def stride(self) -> int:
-        return self._slot_bytes
 
     @property
     def write_depth(self) -> int:
         return self._depth
 
     def slot_for_write(self, slot: int) -> memoryview:
-        self._check(slot)
+        self._start(slot)
         if slot in self._writing:
             raise ValueError(f"slot {slot} is open for writing already")
         self._reclaim()
@@ -86,8 +68,7 @@ class DeviceExpertSlotStore(ExpertSlotStore):
             self._free.append(self._copying.popleft()[1])
 
     def commit_slot(self, slot: int, nbytes: int) -> None:
-        if not 0 <= nbytes <= self._slot_bytes:
-            raise ValueError(f"{nbytes} bytes do not fit a slot of {self._slot_bytes}")
+        self._require_fit(nbytes)
         buffer = self._close_writing(slot)
         self.copy_in(slot, buffer[:nbytes])
         self._copying.append((self._copied[slot], buffer))
@@ -96,13 +77,13 @@ class DeviceExpertSlotStore(ExpertSlotStore):
         self._free.append(self._close_writing(slot))
 
     def slot_for_read(self, slot: int) -> SlotView:
-        self._check(slot)
+        address = self.base + self._start(slot)
         if slot in self._writing:
             raise ValueError(f"slot {slot} is open for writing; commit it first")
         event = self._copied.pop(slot, None)
         if event is not None:
             self._device.compute.wait(event)
-        return SlotView(self._arena.address + slot * self._slot_bytes, self._slot_bytes, self._device.name)
+        return SlotView(address, self._slot_bytes, self._device.name)
 
     def page_locked(self, nbytes: int) -> NDArray[np.uint8]:
         """Host memory for `copy_out` and `copy_in`; raises CapacityError where it is refused."""
@@ -110,13 +91,11 @@ class DeviceExpertSlotStore(ExpertSlotStore):
 
     def copy_out(self, slot: int, target: NDArray[np.uint8]) -> None:
         """Queues a copy of a slot's bytes to the host, behind the copies queued before it."""
-        self._check(slot)
-        self._stream.run(Download(target, self._arena.address + slot * self._slot_bytes))
+        self._stream.run(Download(target, self.base + self._start(slot)))
 
     def copy_in(self, slot: int, source: NDArray[np.uint8]) -> None:
         """Queues a copy from page-locked memory to a slot, behind the copies queued before it."""
-        self._check(slot)
-        self._stream.run(Upload(self._arena.address + slot * self._slot_bytes, source))
+        self._stream.run(Upload(self.base + self._start(slot), source))
         self._copied[slot] = self._stream.record()
 
     def close(self) -> None:
@@ -131,12 +110,8 @@ class DeviceExpertSlotStore(ExpertSlotStore):
         self._writing.clear()  # a reader thread that still writes holds its buffer itself
         self._arena.free()
 
-    def _check(self, slot: int) -> None:
-        if not 0 <= slot < self._slot_count:
-            raise IndexError(f"slot {slot} of {self._slot_count}")
-
-    def _close_writing(self, slot: int) -> Any:
-        self._check(slot)
+    def _close_writing(self, slot: int) -> NDArray[np.uint8]:
+        self._start(slot)
         if slot not in self._writing:
             raise ValueError(f"slot {slot} is not open for writing")
         return self._writing.pop(slot)

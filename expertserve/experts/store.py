@@ -27,25 +27,29 @@ class SlotView:
 class ExpertSlotStore(ABC):
     """A contiguous array of `slot_count` slots of `slot_bytes`; slot i starts at `base + i * stride`."""
 
-    @property
-    @abstractmethod
-    def slot_bytes(self) -> int: ...
+    def __init__(self, slot_count: int, slot_bytes: int) -> None:
+        self._slot_count = slot_count
+        self._slot_bytes = slot_bytes
 
     @property
-    @abstractmethod
-    def slot_count(self) -> int: ...
+    def slot_bytes(self) -> int:
+        return self._slot_bytes
 
     @property
-    @abstractmethod
-    def resident_bytes(self) -> int: ...
+    def slot_count(self) -> int:
+        return self._slot_count
+
+    @property
+    def resident_bytes(self) -> int:
+        return self._slot_count * self._slot_bytes
+
+    @property
+    def stride(self) -> int:
+        return self._slot_bytes
 
     @property
     @abstractmethod
     def base(self) -> int: ...
-
-    @property
-    @abstractmethod
-    def stride(self) -> int: ...
 
     @property
     @abstractmethod
@@ -81,6 +85,16 @@ class ExpertSlotStore(ABC):
             raise
         self.commit_slot(slot, len(src))
 
+    def _start(self, slot: int) -> int:
+        """Where a slot begins, from `base`; IndexError where there is none."""
+        if not 0 <= slot < self._slot_count:
+            raise IndexError(f"slot {slot} of {self._slot_count}")
+        return slot * self._slot_bytes
+
+    def _require_fit(self, nbytes: int) -> None:
+        if not 0 <= nbytes <= self._slot_bytes:
+            raise ValueError(f"{nbytes} bytes do not fit a slot of {self._slot_bytes}")
+
 
 class HostExpertSlotStore(ExpertSlotStore):
     """Slots in one page-aligned anonymous mapping; the write buffer is the slot itself."""
@@ -88,8 +102,7 @@ class HostExpertSlotStore(ExpertSlotStore):
     def __init__(self, slot_count: int, slot_bytes: int, *, huge_pages: bool = True) -> None:
         if slot_count < 1 or slot_bytes < 1 or slot_bytes % mmap.PAGESIZE:
             raise ValueError(f"cannot make {slot_count} slots of {slot_bytes} bytes: slots are whole pages")
-        self._slot_count = slot_count
-        self._slot_bytes = slot_bytes
+        super().__init__(slot_count, slot_bytes)
         self._memory = map_anonymous(
             slot_count * slot_bytes, "expert slots (lower --expert-cache)", huge_pages=huge_pages
         )
@@ -98,24 +111,8 @@ class HostExpertSlotStore(ExpertSlotStore):
         self._writing = bytearray(slot_count)
 
     @property
-    def slot_bytes(self) -> int:
-        return self._slot_bytes
-
-    @property
-    def slot_count(self) -> int:
-        return self._slot_count
-
-    @property
-    def resident_bytes(self) -> int:
-        return self._slot_count * self._slot_bytes
-
-    @property
     def base(self) -> int:
         return self._base
-
-    @property
-    def stride(self) -> int:
-        return self._slot_bytes
 
     @property
     def write_depth(self) -> int:
@@ -129,8 +126,7 @@ class HostExpertSlotStore(ExpertSlotStore):
         return self._bytes[start : start + self._slot_bytes]
 
     def commit_slot(self, slot: int, nbytes: int) -> None:
-        if not 0 <= nbytes <= self._slot_bytes:
-            raise ValueError(f"{nbytes} bytes do not fit a slot of {self._slot_bytes}")
+        self._require_fit(nbytes)
         self._close_writing(slot)
 
     def discard_slot(self, slot: int) -> None:
@@ -149,11 +145,6 @@ class HostExpertSlotStore(ExpertSlotStore):
             self._memory.close()
         except BufferError:
             pass  # a reader thread still holds a slot; the mapping goes with its last buffer
-
-    def _start(self, slot: int) -> int:
-        if not 0 <= slot < self._slot_count:
-            raise IndexError(f"slot {slot} of {self._slot_count}")
-        return slot * self._slot_bytes
 
     def _close_writing(self, slot: int) -> None:
         self._start(slot)
