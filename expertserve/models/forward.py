@@ -206,7 +206,8 @@ class Forward:
     def prepare(self) -> None:
         """Compiles every segment for the widest batch and for one token: a model that cannot run says so here."""
         cells = self.kv_cells
-        for rows, n_kv in ((self.max_rows, cells), (min(self.max_rows, 15), cells), (1, min(cells, 256))):
+        narrower = [(rows, cells) for rows in self._backend.other_widths if rows < self.max_rows]
+        for rows, n_kv in ((self.max_rows, cells), *narrower, (1, min(cells, 256))):
             mask = np.zeros((rows, n_kv), np.float16)
             self._backend.begin_batch(rows, mask, 1, dict.fromkeys(self._reaches, mask))
             for segment in (*self._segments, *self._drafting):

@@ -18,8 +18,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from expertserve.errors import UnsupportedModelError
-
 if TYPE_CHECKING:
     from expertserve.experts.batch import Fence, SlotBatch
     from expertserve.gguf.file import TensorInfo
@@ -28,12 +26,6 @@ if TYPE_CHECKING:
 ReadTensor = Callable[[str, memoryview], None]
 Mask = NDArray[np.float16]
 NO_MASKS: Mapping[str, Mask] = MappingProxyType({})
-
-
-def require(condition: bool, what: str) -> None:
-    """Raises UnsupportedModelError where the model's tensors do not fit together."""
-    if not condition:
-        raise UnsupportedModelError(f"{what}; the file's tensors do not match its metadata")
 
 
 class Tensor:
@@ -331,7 +323,14 @@ class ExpertShape:
 
 
 class Backend(ABC):
-    """A device: its weights, KV cache, buffers, compiled segments and kernels."""
+    """A device: its weights, KV cache, buffers, compiled segments and kernels.
+
+    Attributes:
+        other_widths: rows of batches, narrower than the widest, whose segments are made in another way and may take
+            more memory; a forward prepares them too.
+    """
+
+    other_widths: Sequence[int] = ()
 
     @abstractmethod
     def check(self, infos: Iterable[TensorInfo], towers: Iterable[ExpertTower]) -> None:

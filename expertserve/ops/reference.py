@@ -33,6 +33,7 @@ from expertserve.ops.base import (
     RopeStyle,
     Tensor,
 )
+from expertserve.ops.checks import find_weight, head_outputs, linear_outputs
 from expertserve.ops.rope import rope_frequencies
 
 if TYPE_CHECKING:
@@ -97,15 +98,13 @@ class NumpyGraph(base.Graph):
 
     def linear(self, x: Tensor, weight: str, bias: str | None = None) -> Tensor:
         w = self._b.weight(weight)
-        if w.ndim > 2 or w.shape[-1] != x.shape[-1]:
-            raise UnsupportedModelError(f"{weight} has shape {list(w.shape)}, expected [*, {x.shape[-1]}]")
+        linear_outputs(weight, w.shape, x.shape[-1])
         out = _a(x) @ np.atleast_2d(w).T
         return NumpyTensor(out if bias is None else out + self._b.weight(bias))
 
     def head_linear(self, x: Tensor, weight: str) -> Tensor:
         w = self._b.weight(weight)
-        if w.ndim != 3 or (w.shape[0], w.shape[2]) != x.shape[1:]:
-            raise UnsupportedModelError(f"{weight} has shape {list(w.shape)}, expected {[x.shape[1], '*', x.shape[2]]}")
+        head_outputs(weight, w.shape, *x.shape[1:])
         return NumpyTensor(np.einsum("rhi,hoi->rho", _a(x), w))
 
     def rms_norm(self, x: Tensor, weight: str | None, eps: float) -> Tensor:
@@ -322,10 +321,7 @@ class ReferenceBackend(base.Backend):
 
     def weight(self, name: str) -> Array:
         """The dequantised weight `name`."""
-        try:
-            return self._weights[name]
-        except KeyError:
-            raise UnsupportedModelError(f"the file has no tensor {name}, which its architecture needs") from None
+        return find_weight(self._weights, name)
 
     def kv(self, layer: int) -> tuple[NDArray[Any], NDArray[Any]]:
         """K and V of a layer, [cells, heads, dim]."""

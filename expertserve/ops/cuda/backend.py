@@ -8,7 +8,6 @@ leaves something for the host to read; everything else is only queued.
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,15 +30,16 @@ from expertserve.ops.base import (
     RecurrentLayout,
     Rope,
 )
+from expertserve.ops.checks import find_weight, require
 from expertserve.ops.cuda.device import Device, DeviceMemory, Download, Upload, Zero
 from expertserve.ops.cuda.experts import CallStaging, CudaExpertKernel, staging_bytes
-from expertserve.ops.cuda.graph import CudaGraph, cell_of
+from expertserve.ops.cuda.graph import MANY_ROWS, CudaGraph, cell_of
 from expertserve.ops.cuda.scratch import place
-from expertserve.ops.cuda.source import FORMATS, PLAIN_KERNELS, cell_kernels, dense_kernels, expert_kernels
+from expertserve.ops.cuda.source import FORMATS, PLAIN_KERNELS, cell_kernels, dense_kernels
 from expertserve.ops.rope import rope_frequencies
+from expertserve.ops.segments import BatchShape, SegmentCache
 
 ALIGNMENT = 256
-MAX_SEGMENTS = 512
 LEAST_WORKSPACE_BYTES = 768 << 20
 """What the backend leaves of the device for buffers, values between kernels, weights written out and the driver."""
 WORKSPACE_SHARE = 0.04
@@ -85,6 +85,8 @@ class CudaSegment(base.Segment):
 class CudaBackend(base.Backend):
     """One GPU."""
 
+    other_widths = (MANY_ROWS - 1,)
+
     def __init__(self, device: Device) -> None:
         self.device = device
         self.rows = self.n_kv = self.outputs = 0
@@ -98,8 +100,7 @@ class CudaBackend(base.Backend):
         self._scratch: DeviceMemory | None = None
         self._shared: dict[str, DeviceMemory] = {}
         self._staging: CallStaging | None = None
-        self._segments: OrderedDict[tuple[str, int, int, int], CudaSegment] = OrderedDict()
-        self._uses: dict[str, tuple[bool, bool]] = {}
+        self._segments: SegmentCache[CudaSegment] = SegmentCache(lambda segment: None)
 
     # -- set-up -----------------------------------------------------------------------------------------------------
 
@@ -167,10 +168,7 @@ class CudaBackend(base.Backend):
 
     def weight(self, name: str) -> Weight:
         """The dense weight `name`."""
-        try:
-            return self._weights[name]
-        except KeyError:
-            raise UnsupportedModelError(f"the file has no tensor {name}, which its architecture needs") from None
+        return find_weight(self._weights, name)
 
     def kv(self, layer: int) -> tuple[int, int]:
         """Addresses of a layer's K and V, [cells, heads, dim]; one and the same where values lie in keys."""
@@ -223,7 +221,7 @@ class CudaBackend(base.Backend):
     def _host_vector(self, name: str, n: int) -> NDArray[np.float32]:
         """A float32 weight [n], brought back from the device."""
         weight = self.weight(name)
-        base.require(weight.shape == (n,) and weight.format == "F32", f"{name} is no F32 vector of {n}")
+        require(weight.shape == (n,) and weight.format == "F32", f"{name} is no F32 vector of {n}")
         values = np.empty(n, np.float32)
         self.device.compute.run(Download(values, weight.address))
         self.device.compute.synchronize()
@@ -248,18 +246,12 @@ class CudaBackend(base.Backend):
                 self.device.compute.run(Upload(buffer.address, used))
 
     def compile(self, name: str, build: Callable[[base.Graph], None]) -> CudaSegment:
-        key = self._segment_key(name)
-        segment = self._segments.get(key)
-        if segment is None:
-            segment = self._build(name, build)
-        else:
-            self._segments.move_to_end(key)
-        return segment
+        segment = self._segments.find(name, self._shape)
+        return self._build(name, build) if segment is None else segment
 
-    def _segment_key(self, name: str) -> tuple[str, int, int, int]:
-        """What a segment's commands depend on; all of it, as long as the segment was never built."""
-        uses_kv, uses_outputs = self._uses.get(name, (True, True))
-        return name, self.rows, self.n_kv if uses_kv else 0, self.outputs if uses_outputs else 0
+    @property
+    def _shape(self) -> BatchShape:
+        return BatchShape(self.rows, self.n_kv, self.outputs)
 
     def _build(self, name: str, build: Callable[[base.Graph], None]) -> CudaSegment:
         graph = CudaGraph(self)
@@ -268,10 +260,7 @@ class CudaBackend(base.Backend):
         start = self._area(area)
         commands = graph.finish(lambda value: start + offsets[value])
         segment = CudaSegment(self, self.device.compute.prepare(commands), waits=graph.downloads)
-        self._uses[name] = (graph.uses_kv, graph.uses_outputs)
-        self._segments[self._segment_key(name)] = segment
-        while len(self._segments) > MAX_SEGMENTS:
-            self._segments.popitem(last=False)
+        self._segments.keep(name, self._shape, segment, uses_kv=graph.uses_kv, uses_outputs=graph.uses_outputs)
         return segment
 
     def _area(self, nbytes: int) -> int:
@@ -286,10 +275,6 @@ class CudaBackend(base.Backend):
         return self._scratch.address
 
     def expert_kernel(self, tower: ExpertTower, shape: ExpertShape) -> CudaExpertKernel:
-        types = dict(zip(tower.roles, (part.type.name for part in tower.slices), strict=True))
-        fused = types.get("gate_up")
-        gate, up = fused or types["gate"], fused or types["up"]
-        self.device.load_kernels(expert_kernels(gate, up, types["down"]))
         return CudaExpertKernel(self, tower, shape)
 
     def close(self) -> None:

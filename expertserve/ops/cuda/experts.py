@@ -15,10 +15,12 @@ from numpy.typing import NDArray
 
 from expertserve.gguf.spans import ExpertTower
 from expertserve.ops import base
-from expertserve.ops.base import ExpertShape, require
+from expertserve.ops.base import ExpertShape
+from expertserve.ops.checks import require
 from expertserve.ops.cuda.device import Event, Launch, Upload
 from expertserve.ops.cuda.graph import blocks
 from expertserve.ops.cuda.source import GATED_OF, PAIR, WARPS, expert_kernels
+from expertserve.ops.expert_parts import ExpertParts
 
 if TYPE_CHECKING:
     from expertserve.experts.batch import SlotBatch
@@ -56,18 +58,10 @@ class CudaExpertKernel(base.ExpertKernel):
     """Two kernels a call: gate, up and activation; down."""
 
     def __init__(self, backend: CudaBackend, tower: ExpertTower, shape: ExpertShape) -> None:
-        parts = dict(zip(tower.roles, tower.slices, strict=True))
-        fused = parts.get("gate_up")
-        gate, up, down = fused or parts["gate"], fused or parts["up"], parts["down"]
-        for part, rows, n_in in (
-            (gate, shape.ffn * (2 if fused else 1), shape.hidden),
-            (up, shape.ffn * (2 if fused else 1), shape.hidden),
-            (down, shape.hidden, shape.ffn),
-        ):
-            require(part.shape[1:] == (rows, n_in), f"{part.name} has experts of {list(part.shape[1:])}")
-        self._fused_offset = np.uint64(shape.ffn * gate.row_bytes) if fused else None
+        self._parts = parts = ExpertParts.of(tower, shape)
         self._backend, self._shape = backend, shape
-        self._names = expert_kernels(gate.type.name, up.type.name, down.type.name)
+        self._names = expert_kernels(parts.gate.type.name, parts.up.type.name, parts.down.type.name)
+        backend.device.load_kernels(self._names)
         self._x, self._y = (np.uint64(backend.address(name)) for name in ("ffn_input", "expert_out"))
         pairs = backend.buffer_shape("expert_out")[0]
         self._h = np.uint64(backend.shared("expert_h", 4 * pairs * shape.ffn))
@@ -81,11 +75,7 @@ class CudaExpertKernel(base.ExpertKernel):
 
     def __call__(self, batch: SlotBatch) -> Event:
         shape, stream = self._shape, self._backend.device.compute
-        if self._fused_offset is None:
-            gate, up, down = batch.slices
-        else:
-            gate, down = batch.slices
-            up = gate + self._fused_offset
+        gate, up, down = self._parts.addresses(batch)
         arrays = (gate, up, down, batch.experts, batch.group_start, batch.pairs)
         gate_at, up_at, down_at, *groups = self._staging.send(arrays)
         hidden, ffn, top_k = np.int32(shape.hidden), np.int32(shape.ffn), np.int32(shape.top_k)

@@ -24,6 +24,17 @@ from expertserve.ops.base import (
     Rope,
     RopeStyle,
     Tensor,
+)
+from expertserve.ops.checks import (
+    check_attention,
+    check_convolved,
+    check_delta,
+    check_part,
+    check_rope,
+    check_shape,
+    check_table,
+    head_outputs,
+    linear_outputs,
     require,
 )
 from expertserve.ops.cuda.device import THREADS, Command, Download, Launch, Product
@@ -148,7 +159,7 @@ class CudaGraph(base.Graph):
     def _vector(self, name: str, *shape: int) -> np.uint64:
         """The address of a float32 weight of this shape."""
         weight = self._backend.weight(name)
-        require(weight.shape == shape, f"{name} has shape {list(weight.shape)}, expected {list(shape)}")
+        check_shape(name, weight.shape, *shape)
         require(weight.format == "F32", f"{name} is {weight.format}, expected F32")
         return np.uint64(weight.address)
 
@@ -156,7 +167,7 @@ class CudaGraph(base.Graph):
 
     def embed(self, weight: str) -> Tensor:
         table = self._backend.weight(weight)
-        require(len(table.shape) == 2, f"{weight} has shape {list(table.shape)}, expected two axes")
+        check_table(weight, table.shape)
         out = self._new(self.rows, table.shape[1])
         self._take_rows(table, self._buffer("tokens"), out.value, self.rows)
         return out
@@ -190,8 +201,7 @@ class CudaGraph(base.Graph):
     def linear(self, x: Tensor, weight: str, bias: str | None = None) -> Tensor:
         assert isinstance(x, CudaTensor)
         w, n_in, rows = self._backend.weight(weight), x.shape[-1], x.num_rows
-        require(len(w.shape) <= 2 and w.shape[-1] == n_in, f"{weight} has shape {list(w.shape)}, expected [*, {n_in}]")
-        n_out = w.shape[0] if len(w.shape) == 2 else 1
+        n_out = linear_outputs(weight, w.shape, n_in)
         added = None if bias is None else self._vector(bias, n_out)
         out = self._new(*x.shape[:-1], n_out)
         if rows <= MATVEC_ROWS:
@@ -204,11 +214,7 @@ class CudaGraph(base.Graph):
     def head_linear(self, x: Tensor, weight: str) -> Tensor:
         assert isinstance(x, CudaTensor) and len(x.shape) == 3
         w, (rows, heads, n_in) = self._backend.weight(weight), x.shape
-        require(
-            len(w.shape) == 3 and (w.shape[0], w.shape[2]) == (heads, n_in),
-            f"{weight} has shape {list(w.shape)}, expected {[heads, '*', n_in]}",
-        )
-        n_out = w.shape[1]
+        n_out = head_outputs(weight, w.shape, heads, n_in)
         out = self._new(rows, heads, n_out)
         grid = (blocks(n_out, PAIR * WARPS), blocks(rows, TILE), heads)
         self._run(f"matvec<{w.format}>", grid, np.uint64(w.address), x, None, out, n_in, n_out, rows)
@@ -281,7 +287,7 @@ class CudaGraph(base.Graph):
 
     def part(self, x: Tensor, start: int, stop: int) -> Tensor:
         assert isinstance(x, CudaTensor)
-        require(0 <= start < stop <= x.shape[-1], f"elements {start} to {stop} are asked of {x.shape[-1]}")
+        check_part(x.shape[-1], start, stop)
         out = self._new(*x.shape[:-1], stop - start)
         self._copy(x, start, out, 0, stop - start)
         return out
@@ -313,10 +319,7 @@ class CudaGraph(base.Graph):
     def rope(self, x: Tensor, rope: Rope) -> Tensor:
         assert isinstance(x, CudaTensor) and len(x.shape) == 3
         rows, heads, dim = x.shape
-        require(
-            0 < rope.dims <= dim and rope.dims % 2 == 0,
-            f"rope dimension count {rope.dims} does not fit heads of {dim}",
-        )
+        check_rope(rope, dim)
         frequencies, magnitude = self._backend.frequencies(rope)
         neox = int(rope.style is RopeStyle.NEOX)
         out = self._new(rows, heads, dim)
@@ -337,8 +340,7 @@ class CudaGraph(base.Graph):
     ) -> Tensor:
         assert isinstance(q, CudaTensor) and (v is None) == kv.values_in_keys
         heads, rows, n_kv = q.shape[1], self.rows, self._backend.n_kv
-        require(q.shape[2] == kv.k_dim, f"query heads of {q.shape[2]} elements meet keys of {kv.k_dim}")
-        require(heads % kv.num_heads == 0, f"{heads} query heads do not divide among {kv.num_heads} KV heads")
+        check_attention(heads, q.shape[2], kv)
         self.uses_kv = True
         cell = CELL_OF[self._backend.kv_type]
         keys, values = map(np.uint64, self._backend.kv(kv.layer))
@@ -367,7 +369,7 @@ class CudaGraph(base.Graph):
     def causal_conv(self, x: Tensor, weight: str, state: RecurrentLayout) -> Tensor:
         assert isinstance(x, CudaTensor)
         channels, width = state.channels, state.conv_width
-        require(x.shape == (self.rows, channels), f"{list(x.shape)} is convolved, not {channels} channels")
+        check_convolved(x.shape, self.rows, state)
         if width > MOST_TAPS:
             raise UnsupportedModelError(f"a convolution over {width} tokens; {MOST_TAPS} are the most")
         out = self._new(self.rows, channels)
@@ -380,8 +382,7 @@ class CudaGraph(base.Graph):
         self, qkv: Tensor, alpha: Tensor, beta: Tensor, a: str, state: RecurrentLayout, eps: float
     ) -> Tensor:
         heads = state.value_heads
-        require(qkv.shape == (self.rows, state.channels), f"{list(qkv.shape)} is no [rows, {state.channels}]")
-        require(alpha.shape == beta.shape == (self.rows, heads), f"decay and strength are not {heads} a row")
+        check_delta((qkv.shape, alpha.shape, beta.shape), self.rows, state)
         if state.key_dim > MOST_KEY:
             raise UnsupportedModelError(f"recurrent keys of {state.key_dim}; {MOST_KEY} are the most")
         out = self._new(self.rows, heads * state.value_dim)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -23,13 +22,14 @@ from expertserve.gguf.file import TensorInfo
 from expertserve.gguf.spans import ExpertTower
 from expertserve.ops import base
 from expertserve.ops.base import NO_MASKS, ExpertShape, HostAccess, KVLayout, KVType, Mask, ReadTensor, RecurrentLayout
+from expertserve.ops.checks import find_weight
 from expertserve.ops.ggml.experts import GgmlExpertKernel
 from expertserve.ops.ggml.graph import GgmlGraph, GgmlTensor
 from expertserve.ops.ggml.library import MAX_STATE_DIM, ggml
 from expertserve.ops.ggml.plan import GraphPlan
+from expertserve.ops.segments import BatchShape, SegmentCache
 
 ALIGNMENT = 64
-MAX_SEGMENTS = 512
 KV_TYPES = {KVType.F16: ggml.GGML_TYPE_F16, KVType.F32: ggml.GGML_TYPE_F32, KVType.Q8_0: ggml.GGML_TYPE_Q8_0}
 
 
@@ -78,8 +78,7 @@ class GgmlBackend(base.Backend):
         self._shared: dict[tuple[str, int], Memory] = {}
         self._kv: dict[int, tuple[Any, Any]] = {}
         self._states: dict[int, tuple[int, int]] = {}
-        self._segments: OrderedDict[tuple[str, int, int, int], GgmlSegment] = OrderedDict()
-        self._uses: dict[str, tuple[bool, bool]] = {}
+        self._segments: SegmentCache[GgmlSegment] = SegmentCache(GgmlSegment.free)
         self._allocator = ggml.ggml_gallocr_new(ggml.ggml_backend_cpu_buffer_type())
         self._scratch_bytes = 0
 
@@ -159,10 +158,7 @@ class GgmlBackend(base.Backend):
 
     def weight(self, name: str) -> GgmlTensor:
         """The dense weight `name`."""
-        try:
-            return self._weights[name]
-        except KeyError:
-            raise UnsupportedModelError(f"the file has no tensor {name}, which its architecture needs") from None
+        return find_weight(self._weights, name)
 
     def kv(self, layer: int) -> tuple[Any, Any]:
         """The K and V tensors of a layer, [cells, heads * dim] each; one and the same where values lie in keys."""
@@ -191,18 +187,12 @@ class GgmlBackend(base.Backend):
             self._buffers[name][: values.size] = values.reshape(-1)
 
     def compile(self, name: str, build: Callable[[base.Graph], None]) -> GgmlSegment:
-        key = self._segment_key(name)
-        segment = self._segments.get(key)
-        if segment is None:
-            segment = self._build(name, build)
-        else:
-            self._segments.move_to_end(key)
-        return segment
+        segment = self._segments.find(name, self._shape)
+        return self._build(name, build) if segment is None else segment
 
-    def _segment_key(self, name: str) -> tuple[str, int, int, int]:
-        """What a segment's graph depends on; all of it, as long as the segment was never built."""
-        uses_kv, uses_outputs = self._uses.get(name, (True, True))
-        return name, self.rows, self.n_kv if uses_kv else 0, self.outputs if uses_outputs else 0
+    @property
+    def _shape(self) -> BatchShape:
+        return BatchShape(self.rows, self.n_kv, self.outputs)
 
     def _build(self, name: str, build: Callable[[base.Graph], None]) -> GgmlSegment:
         graph = GgmlGraph(self)
@@ -217,26 +207,20 @@ class GgmlBackend(base.Backend):
         scratch = ggml.ggml_gallocr_get_buffer_size(self._allocator, 0)
         if scratch > self._scratch_bytes:
             self._scratch_bytes = scratch
-            self._drop(len(self._segments))
-        self._uses[name] = (graph.uses_kv, graph.uses_outputs)
+            self._segments.clear()
         segment = GgmlSegment(graph, self.plan(graph.graph))
-        self._segments[self._segment_key(name)] = segment
-        self._drop(len(self._segments) - MAX_SEGMENTS)
+        self._segments.keep(name, self._shape, segment, uses_kv=graph.uses_kv, uses_outputs=graph.uses_outputs)
         return segment
 
     def plan(self, graph: Any) -> GraphPlan:
         """A graph made ready to run; all work in one place, since they run one after another."""
         return GraphPlan(graph, self.threads, partial(self.shared_scratch, "work", 0))
 
-    def _drop(self, count: int) -> None:
-        for _ in range(count):
-            self._segments.popitem(last=False)[1].free()
-
     def expert_kernel(self, tower: ExpertTower, shape: ExpertShape) -> GgmlExpertKernel:
         return GgmlExpertKernel(self, tower, shape)
 
     def close(self) -> None:
-        self._drop(len(self._segments))
+        self._segments.clear()
         for context in self._contexts:
             ggml.ggml_free(context)
         self._contexts.clear()

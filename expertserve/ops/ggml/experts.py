@@ -9,10 +9,11 @@ from __future__ import annotations
 import ctypes
 from typing import TYPE_CHECKING
 
-from expertserve.errors import UnsupportedModelError
 from expertserve.gguf.spans import ExpertTower
 from expertserve.ops import base
-from expertserve.ops.base import Activation, ExpertShape, require
+from expertserve.ops.base import Activation, ExpertShape
+from expertserve.ops.checks import require
+from expertserve.ops.expert_parts import ExpertParts
 from expertserve.ops.ggml.library import (
     ExpertCall,
     Matrix,
@@ -41,19 +42,9 @@ class GgmlExpertKernel(base.ExpertKernel):
     """Experts of one slot layout: weight types and shapes are those of `tower`."""
 
     def __init__(self, backend: GgmlBackend, tower: ExpertTower, shape: ExpertShape) -> None:
-        parts = dict(zip(tower.roles, tower.slices, strict=True))
-        gate_rows = shape.ffn * (2 if "gate_up" in parts else 1)
-        gate = parts.get("gate_up") or parts["gate"]
-        up = parts.get("gate_up") or parts["up"]
-        down = parts["down"]
-        outer = (gate_rows, shape.hidden)
-        for info, expected in ((gate, outer), (up, outer), (down, (shape.hidden, shape.ffn))):
-            if info.shape[1:] != expected:
-                shape_wanted = [tower.num_experts, *expected]
-                raise UnsupportedModelError(f"{info.name} has shape {list(info.shape)}, expected {shape_wanted}")
-        self._fused_offset = shape.ffn * gate.row_bytes if "gate_up" in parts else None
-        gate_m, up_m = matrix(int(gate.type), shape.hidden), matrix(int(up.type), shape.hidden)
-        down_m = matrix(int(down.type), shape.ffn)
+        self._parts = parts = ExpertParts.of(tower, shape)
+        gate_m, up_m = matrix(int(parts.gate.type), shape.hidden), matrix(int(parts.up.type), shape.hidden)
+        down_m = matrix(int(parts.down.type), shape.ffn)
         rows = backend.buffer_shape("ffn_input")[0]
         pairs = rows * shape.top_k
         x = backend.address("ffn_input")
@@ -108,11 +99,7 @@ class GgmlExpertKernel(base.ExpertKernel):
 
     def __call__(self, batch: SlotBatch) -> None:
         call = self._call
-        if self._fused_offset is None:
-            gate, up, down = batch.slices
-        else:
-            gate, down = batch.slices
-            up = gate + self._fused_offset
+        gate, up, down = self._parts.addresses(batch)
         call.num_groups = gate.size
         call.num_pairs = batch.pairs.size
         call.gate = gate.ctypes.data

@@ -12,7 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 from expertserve.errors import UnsupportedModelError
 from expertserve.ops import base
-from expertserve.ops.base import Activation, KVLayout, RecurrentLayout, Rope, Tensor, require
+from expertserve.ops.base import Activation, KVLayout, RecurrentLayout, Rope, Tensor
+from expertserve.ops.checks import (
+    check_attention,
+    check_convolved,
+    check_delta,
+    check_part,
+    check_rope,
+    check_shape,
+    check_table,
+    head_outputs,
+    linear_outputs,
+)
 from expertserve.ops.ggml.library import (
     MIN_COLUMNS,
     TILE_ROWS,
@@ -96,12 +107,12 @@ class GgmlGraph(base.Graph):
 
     def _weight(self, name: str, *shape: int) -> Any:
         tensor = self._backend.weight(name)
-        require(tensor.shape == shape, f"{name} has shape {list(tensor.shape)}, expected {list(shape)}")
+        check_shape(name, tensor.shape, *shape)
         return tensor.ptr
 
     def embed(self, weight: str) -> Tensor:
         table = self._backend.weight(weight)
-        require(len(table.shape) == 2, f"{weight} has shape {list(table.shape)}, expected two axes")
+        check_table(weight, table.shape)
         ids = self._rows_input("tokens", ggml.GGML_TYPE_I32)
         return self._new(ggml.ggml_get_rows(self.ctx, table.ptr, ids), (self.rows, table.shape[1]))
 
@@ -127,11 +138,7 @@ class GgmlGraph(base.Graph):
     def linear(self, x: Tensor, weight: str, bias: str | None = None) -> Tensor:
         assert isinstance(x, GgmlTensor)
         w = self._backend.weight(weight)
-        require(
-            len(w.shape) <= 2 and w.shape[-1] == x.shape[-1],
-            f"{weight} has shape {list(w.shape)}, expected [*, {x.shape[-1]}]",
-        )
-        n_out = w.shape[0] if len(w.shape) == 2 else 1
+        n_out = linear_outputs(weight, w.shape, x.shape[-1])
         m = matrix(w.ptr.contents.type, x.shape[-1])
         if m.tile.unpack and len(x.shape) == 2 and x.shape[0] >= MIN_COLUMNS and n_out % TILE_ROWS == 0:
             out = self._tiled_product(m, w, x, n_out)
@@ -144,13 +151,10 @@ class GgmlGraph(base.Graph):
     def head_linear(self, x: Tensor, weight: str) -> Tensor:
         assert isinstance(x, GgmlTensor) and len(x.shape) == 3
         w = self._backend.weight(weight)
-        require(
-            len(w.shape) == 3 and (w.shape[0], w.shape[2]) == x.shape[1:],
-            f"{weight} has shape {list(w.shape)}, expected {[x.shape[1], '*', x.shape[2]]}",
-        )
+        n_out = head_outputs(weight, w.shape, *x.shape[1:])
         by_head = ggml.ggml_mul_mat(self.ctx, w.ptr, ggml.ggml_permute(self.ctx, x.ptr, 0, 2, 1, 3))
         out = ggml.ggml_cont(self.ctx, ggml.ggml_permute(self.ctx, by_head, 0, 2, 1, 3))
-        return self._new(out, (*x.shape[:2], w.shape[1]))
+        return self._new(out, (*x.shape[:2], n_out))
 
     def _tiled_product(self, m: Matrix, w: GgmlTensor, x: GgmlTensor, n_out: int) -> Any:
         """A product with many rows by our tiled kernel: one operator converts the rows, one multiplies."""
@@ -222,7 +226,7 @@ class GgmlGraph(base.Graph):
 
     def part(self, x: Tensor, start: int, stop: int) -> Tensor:
         assert isinstance(x, GgmlTensor) and len(x.shape) <= 3
-        require(0 <= start < stop <= x.shape[-1], f"elements {start} to {stop} are asked of {x.shape[-1]}")
+        check_part(x.shape[-1], start, stop)
         x.viewed = True
         ne, nb = [*reversed(x.shape), 1, 1][:3], x.ptr.contents.nb
         view = ggml.ggml_view_3d(self.ctx, x.ptr, stop - start, ne[1], ne[2], nb[1], nb[2], 4 * start)
@@ -238,10 +242,7 @@ class GgmlGraph(base.Graph):
 
     def rope(self, x: Tensor, rope: Rope) -> Tensor:
         assert isinstance(x, GgmlTensor) and len(x.shape) == 3
-        require(
-            0 < rope.dims <= x.shape[-1] and rope.dims % 2 == 0,
-            f"rope dimension count {rope.dims} does not fit heads of {x.shape[-1]}",
-        )
+        check_rope(rope, x.shape[-1])
         factors = None if rope.freq_factors is None else self._weight(rope.freq_factors, rope.dims // 2)
         out = ggml.ggml_rope_ext(
             self.ctx,
@@ -273,8 +274,7 @@ class GgmlGraph(base.Graph):
     ) -> Tensor:
         assert isinstance(q, GgmlTensor) and (v is None) == kv.values_in_keys
         heads = q.shape[1]
-        require(q.shape[2] == kv.k_dim, f"query heads of {q.shape[2]} elements meet keys of {kv.k_dim}")
-        require(heads % kv.num_heads == 0, f"{heads} query heads do not divide among {kv.num_heads} KV heads")
+        check_attention(heads, q.shape[2], kv)
         self.uses_kv = True
         c, caches = self.ctx, self._backend.kv(kv.layer)
         cells = self._rows_input("cells", ggml.GGML_TYPE_I64)
@@ -350,7 +350,7 @@ class GgmlGraph(base.Graph):
 
     def causal_conv(self, x: Tensor, weight: str, state: RecurrentLayout) -> Tensor:
         assert isinstance(x, GgmlTensor)
-        require(x.shape == (self.rows, state.channels), f"{list(x.shape)} is convolved, not {state.channels} channels")
+        check_convolved(x.shape, self.rows, state)
         call = ConvCall(
             x=data_slot(x.ptr),
             weight=self._weight(weight, state.channels, state.conv_width).contents.data,
@@ -371,8 +371,7 @@ class GgmlGraph(base.Graph):
     ) -> Tensor:
         assert isinstance(qkv, GgmlTensor) and isinstance(alpha, GgmlTensor) and isinstance(beta, GgmlTensor)
         heads = state.value_heads
-        for x, n in ((qkv, state.channels), (alpha, heads), (beta, heads)):
-            require(x.shape == (self.rows, n), f"{list(x.shape)} meets a recurrent state, not rows of {n}")
+        check_delta((qkv.shape, alpha.shape, beta.shape), self.rows, state)
         call = DeltaCall(
             qkv=data_slot(qkv.ptr),
             alpha=data_slot(alpha.ptr),
