@@ -8,12 +8,10 @@ from __future__ import annotations
 import mmap
 import os
 import platform
-import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from time import perf_counter
 from typing import Literal
 
 from expertserve import __version__
@@ -22,13 +20,14 @@ from expertserve.data import DEMO_NAME, model_path
 from expertserve.errors import ExpertServeError
 from expertserve.experts.disk import direct_alignment
 from expertserve.experts.memory import available_memory
+from expertserve.experts.probe import read_rate
 from expertserve.gguf.file import GGUFFile
 from expertserve.ops.devices import device_reports
 
 MIB, GIB = 1 << 20, 1 << 30
 LEAST_DESCRIPTORS = 1024
 _PACKAGES = ("numpy", "ggml-python", "llguidance", "fastapi", "uvicorn")
-_READ_BYTES, _READ_S = 1 * MIB, 1.0
+_READ_BYTES, _READ_S, _MOST_READ_BYTES = 1 * MIB, 1.0, 32 * GIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,15 +107,16 @@ def _file(model: str) -> Iterator[Finding]:
 def _read_rate(path: Path, align: int | None) -> float:
     """Bytes a second of reads at random places, for about a second."""
     flags = os.O_RDONLY | (os.O_DIRECT if align is not None else 0)
-    size = path.stat().st_size
-    places = max(1, (size - _READ_BYTES) // mmap.PAGESIZE)
-    random_place = random.Random(0)
-    done, descriptor = 0, os.open(path, flags)
+    descriptor = os.open(path, flags)
     try:
-        with mmap.mmap(-1, _READ_BYTES) as buffer:
-            began = perf_counter()
-            while perf_counter() - began < _READ_S:
-                done += os.preadv(descriptor, [buffer], random_place.randrange(places) * mmap.PAGESIZE)
-            return done / max(perf_counter() - began, 1e-9)
+        return read_rate(
+            descriptor,
+            path.stat().st_size,
+            read_bytes=_READ_BYTES,
+            align=mmap.PAGESIZE,
+            threads=1,
+            seconds=_READ_S,
+            most_bytes=_MOST_READ_BYTES,
+        )
     finally:
         os.close(descriptor)

@@ -12,7 +12,6 @@ routing is that of text.
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -22,7 +21,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from expertserve.bench.replay import POLICIES, hit_rate, read_requests, slots_of
 from expertserve.config import Settings
@@ -32,6 +30,7 @@ from expertserve.errors import CapacityError, ConfigError
 from expertserve.experts.budget import SlotPlan
 from expertserve.experts.memory import AvailableMemory, available_memory
 from expertserve.experts.opening import LaneSettings, plan_lane
+from expertserve.experts.probe import read_rate
 from expertserve.experts.reader import FileReader
 from expertserve.gguf.file import GGUFFile
 from expertserve.models.model import Model
@@ -151,25 +150,17 @@ def disk_rate(reader: FileReader, sizes: Sequence[int], slice_bytes: int, thread
     index = int(np.argmax(sizes))
     align = max(reader.align, 4096)
     nbytes = -(-slice_bytes // align) * align
-    places = (sizes[index] - nbytes) // align
-    if places < 1 or not hasattr(os, "preadv"):
+    if sizes[index] < nbytes + align or not hasattr(os, "preadv"):
         return None
-    draws = np.random.default_rng().integers(0, places, max(threads, _PROBE_BYTES // nbytes)) * align
-    fd = reader.disk.descriptors[index]
-    began = time.perf_counter()
-
-    def read(offsets: NDArray[np.int64]) -> int:
-        done = 0
-        with mmap.mmap(-1, nbytes) as buffer:
-            for offset in offsets.tolist():
-                done += os.preadv(fd, [buffer], offset)
-                if time.perf_counter() - began > _PROBE_S:
-                    break
-        return done
-
-    with ThreadPoolExecutor(threads) as pool:
-        done = sum(pool.map(read, np.array_split(draws, threads)))
-    return done / (time.perf_counter() - began)
+    return read_rate(
+        reader.disk.descriptors[index],
+        sizes[index],
+        read_bytes=nbytes,
+        align=align,
+        threads=threads,
+        seconds=_PROBE_S,
+        most_bytes=_PROBE_BYTES,
+    )
 
 
 def show_plan(settings: Settings, memory: str | None, trace: Path | None, *, as_json: bool) -> int:

@@ -66,7 +66,7 @@ def load_model(settings: Settings, stats: ExpertStats) -> LoadedModel:
     """Opens, checks and loads the model that `settings` name, and starts its engine."""
     logger = log.get_logger(__name__)
     file = GGUFFile.open(model_path(settings.model))
-    drafts = 0 if settings.draft == "off" else settings.draft_tokens
+    drafts = _drafts(settings)
     model = describe_model(file, draft=drafts > 0)
     tokenizer = Tokenizer.from_gguf(file)
     override = None if settings.chat_template is None else settings.chat_template.read_text(encoding="utf-8")
@@ -176,12 +176,17 @@ class MemoryNeeds:
 def memory_needs(model: Model, settings: Settings, free_bytes: int) -> MemoryNeeds:
     """Divides `free_bytes` of the memory where the model computes, from its header alone."""
     dense = sum(info.nbytes for info in model.dense_weights())
-    drafts = 0 if settings.draft == "off" else settings.draft_tokens
+    drafts = _drafts(settings)
     kv_type = KVType(settings.kv_type)
     context = min(settings.ctx or _default_context(model, kv_type, free_bytes - dense), model.hp.context_length)
     cells = -(-context // KV_BUCKET) * KV_BUCKET + scratch_cells(settings.parallel, drafts)
     kv, states = kv_bytes(model, kv_type, cells), slots_for(settings.parallel, drafts) * state_bytes(model)
     return MemoryNeeds(dense, context, cells, kv, states, free_bytes - dense - kv - states)
+
+
+def _drafts(settings: Settings) -> int:
+    """Tokens that are guessed at once."""
+    return 0 if settings.draft == "off" else settings.draft_tokens
 
 
 def kv_bytes(model: Model, kv_type: KVType, cells: int) -> int:

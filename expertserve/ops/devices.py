@@ -5,17 +5,13 @@ Finds out by trying, in the way the backends do; chooses nothing. Nothing here r
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 from expertserve.errors import ExpertServeError
 from expertserve.ops.factory import DEVICES, make_backend
 
 
 def device_reports() -> dict[str, tuple[bool, str]]:
     """By device: whether its kernels work here, and one line about them."""
-    found = {device: _kernels(device) for device in DEVICES}
-    found["gpu"] = _gpu()
-    return found
+    return {device: _kernels(device) for device in DEVICES}
 
 
 def _kernels(device: str) -> tuple[bool, str]:
@@ -24,17 +20,9 @@ def _kernels(device: str) -> tuple[bool, str]:
     except (ExpertServeError, ImportError, OSError) as error:
         return False, " ".join(str(error).split())
     backend.close()
-    return True, f"kernels of {type(backend).__name__} load"
+    where = ""
+    if device == "cuda":
+        from expertserve.ops.cuda.device import open_device
 
-
-def _gpu() -> tuple[bool, str]:
-    if find_spec("cupy") is None:
-        return False, "none is used: the package cupy is not installed"
-    try:
-        import cupy
-
-        count = cupy.cuda.runtime.getDeviceCount()
-        names = [cupy.cuda.runtime.getDeviceProperties(index)["name"].decode() for index in range(count)]
-    except Exception as error:  # a driver that is missing or too old raises the library's own errors
-        return False, f"none can be used: {' '.join(str(error).split())}"
-    return bool(names), ", ".join(names) or "none is there"
+        where = f" on {open_device().name}"
+    return True, f"kernels of {type(backend).__name__} load{where}"
