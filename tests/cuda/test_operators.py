@@ -12,66 +12,27 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from expertserve.errors import UnsupportedModelError
-from expertserve.gguf.file import TensorInfo, TensorType
-from expertserve.ops.base import Activation, Backend, Graph, HostAccess, RecurrentLayout, Tensor
+from expertserve.ops.base import Activation, Graph, RecurrentLayout, Tensor
 from expertserve.ops.cuda import graph
 from expertserve.ops.cuda.backend import CudaBackend
 from expertserve.ops.cuda.scratch import ALIGNMENT, Value, place
 from expertserve.ops.reference import ReferenceBackend
 from tests.cuda.emulator import available
 from tests.cuda.fake_device import FakeDevice
+from tools.gpu_check.kernels import Weights, World, as_f32, random
 from tools.gpu_check.weights import make_weight
 
 pytestmark = pytest.mark.skipif(not available, reason="needs g++")
 
-Weights = dict[str, tuple[str, NDArray[np.uint8], tuple[int, ...]]]
 
-
-def f32(array: Any) -> tuple[str, NDArray[np.uint8], tuple[int, ...]]:
-    values = np.ascontiguousarray(array, np.float32)
-    return "F32", values.view(np.uint8).reshape(-1), values.shape
-
-
-def run(backend: Backend, build: Callable[[Graph], Tensor], x: NDArray[Any], weights: Weights, **host: Any) -> Any:
-    """The output of `build` over the buffers x, and of what else the batch holds."""
-    infos = [TensorInfo(name, shape, TensorType[fmt], 0, 0, raw.nbytes) for name, (fmt, raw, shape) in weights.items()]
-
-    def read(name: str, target: memoryview) -> None:
-        target[:] = weights[name][1].reshape(-1).data
-
-    backend.load_weights(infos, read, lambda nbytes: None)
-    rows = len(x)
-    for name, values in {"x": x, "mask": np.zeros(rows, np.float16), **host}.items():
-        backend.allocate_buffer(name, values.shape, values.dtype, HostAccess.WRITES)
-        backend.host(name)[...] = values
-    shape: list[int] = []
-
-    def build_and_store(g: Graph) -> None:
-        out = build(g)
-        shape[:] = out.shape
-        backend.allocate_buffer("out", out.shape, np.float32, HostAccess.READS)
-        g.store("out", out)
-
-    backend.begin_batch(rows, np.zeros((rows, 1), np.float16), rows)
-    backend.compile("test", build_and_store).run()
-    return backend.host("out").copy()
-
-
-def agree(
-    build: Callable[[Graph], Tensor], x: NDArray[Any], weights: Weights, tolerance: float = 2e-5, **h: Any
-) -> None:
-    got, want = run(CudaBackend(FakeDevice()), build, x, weights, **h), run(ReferenceBackend(), build, x, weights, **h)
-    assert got.shape == want.shape and np.isfinite(got).all()
-    assert np.abs(got - want).max() <= tolerance * max(1.0, float(np.abs(want).max()))
-
-
-def random(*shape: int, seed: int = 0) -> NDArray[np.float32]:
-    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+def agree(build: Callable[[Graph], Tensor], x: NDArray[np.float32], weights: Weights, **more: NDArray[Any]) -> None:
+    good, figure = World(x, weights, more=more).agrees(FakeDevice(), build, 2e-5)
+    assert good, figure
 
 
 @pytest.mark.parametrize("n", [1, 7, 130])
 def test_value_by_value(n: int) -> None:
-    weights = {"w": f32(random(n, seed=1)), "one": f32(random(1, n, seed=2))}
+    weights = {"w": as_f32(random(n, seed=1)), "one": as_f32(random(1, n, seed=2))}
 
     def build(g: Graph) -> Tensor:
         x = g.load("x")
@@ -102,7 +63,7 @@ def test_more_heads_and_rows_than_the_second_axis_of_a_grid_has() -> None:
 def test_products_narrow_and_wide(fmt: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph, "PRODUCT_BYTES", 5 * 4 * 256)  # weights are written out in several pieces
     raw, _ = make_weight(fmt, 13, 256)
-    weights: Weights = {"w": (fmt, raw, (13, 256)), "b": f32(random(13, seed=3))}
+    weights: Weights = {"w": (fmt, raw, (13, 256)), "b": as_f32(random(13, seed=3))}
     agree(lambda g: g.linear(g.load("x"), "w", "b"), random(rows, 256, seed=4), weights)
 
 
@@ -115,9 +76,9 @@ def test_recurrence_carries_states_along_runs(grouped: bool) -> None:
     layout = RecurrentLayout(0, 4, 2, 4, 24, 40, grouped)
     runs = np.array([[-1, 0, 0, 3], [0, 1, 3, 4], [1, 1, 4, 4], [-1, 2, 4, 7]], np.int32)
     weights = {
-        "conv": f32(random(layout.channels, 4, seed=5)),
-        "a": f32(-np.abs(random(4, seed=6))),
-        "ab": f32(random(8, layout.channels, seed=7) / 10),
+        "conv": as_f32(random(layout.channels, 4, seed=5)),
+        "a": as_f32(-np.abs(random(4, seed=6))),
+        "ab": as_f32(random(8, layout.channels, seed=7) / 10),
     }
 
     def build(g: Graph) -> Tensor:
@@ -127,19 +88,19 @@ def test_recurrence_carries_states_along_runs(grouped: bool) -> None:
         return g.gated_delta(qkv, g.part(ab, 0, 4), g.part(ab, 4, 8), "a", layout, 1e-6)
 
     found = []
+    more = {"runs": runs, "num_runs": np.array([4], np.int32)}
+    world = World(random(7, layout.channels), weights, states=layout, more=more)
     for backend in (CudaBackend(FakeDevice()), ReferenceBackend()):
-        backend.allocate_states([layout], 3)
-        x = random(7, layout.channels)
-        found.append(run(backend, build, x, weights, runs=runs, num_runs=np.array([4], np.int32)))
+        found.append(world.run(backend, build))
     assert np.isfinite(found[0]).all()
     assert np.abs(found[0] - found[1]).max() <= 2e-5 * np.abs(found[1]).max()
 
 
 def test_shapes_that_do_not_fit_are_refused_before_a_launch() -> None:
     backend = CudaBackend(FakeDevice())
-    weights = {"w": f32(random(5, 8)), "half": ("F16", np.zeros(14, np.uint8), (7,))}
+    weights = {"w": as_f32(random(5, 8)), "half": ("F16", np.zeros(14, np.uint8), (7,))}
     with pytest.raises(UnsupportedModelError, match=r"w has shape \[5, 8\], expected \[\*, 7\]"):
-        run(backend, lambda g: g.linear(g.load("x"), "w"), random(2, 7), weights)
+        World(random(2, 7), weights).run(backend, lambda g: g.linear(g.load("x"), "w"))
     for build, message in (
         (lambda g: g.add_weight(g.load("x"), "half"), "half is F16, expected F32"),
         (lambda g: g.rms_norm(g.load("x"), "w", 1e-5), r"w has shape \[5, 8\], expected \[7\]"),

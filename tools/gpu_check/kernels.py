@@ -37,6 +37,8 @@ from tools.gpu_check.report import Report
 from tools.gpu_check.weights import PLAIN, make_weight
 
 TOLERANCE = 5e-5
+Weights = Mapping[str, tuple[str, NDArray[np.uint8], tuple[int, ...]]]
+"""By name: format, raw bytes, shape."""
 N_KV = 300
 
 
@@ -46,13 +48,14 @@ def random(*shape: int, seed: int = 0) -> NDArray[np.float32]:
 
 @dataclass
 class World:
-    """What a graph computes with: `x` [rows, ..], weights as (format, raw bytes, shape), a KV cache or states."""
+    """What a graph computes with: `x` [rows, ..], weights, KV cache or states; `more` replaces the batch's buffers."""
 
     x: NDArray[np.float32]
-    weights: Mapping[str, tuple[str, NDArray[np.uint8], tuple[int, ...]]] = field(default_factory=dict)
+    weights: Weights = field(default_factory=dict)
     kv: KVLayout | None = None
     states: RecurrentLayout | None = None
     kv_type: KVType = KVType.F32
+    more: Mapping[str, NDArray[Any]] = field(default_factory=dict)
 
     def run(self, backend: Backend, build: Callable[[Graph], Tensor]) -> NDArray[np.float32]:
         """The value that `build` describes."""
@@ -76,6 +79,7 @@ class World:
             "mask": np.zeros(rows * N_KV, np.float16),
             "runs": np.array([[-1, 0, 0, half], [0, 1, half, rows]] + [[0, 0, 0, 0]] * (rows - 2), np.int32)[:rows],
             "num_runs": np.array([min(2, rows)], np.int32),
+            **self.more,
         }
         for name, values in given.items():
             backend.allocate_buffer(name, values.shape, values.dtype, HostAccess.WRITES)
