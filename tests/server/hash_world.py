@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import codecs
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -137,7 +137,14 @@ class World:
 
     def wait_for(self, name: str, value: float, timeout_s: float = 5.0) -> None:
         """Until the engine's counter `name` is `value`."""
+        self._wait(lambda snapshot: snapshot[name], name, value, timeout_s)
+
+    def wait_for_under_way(self, count: int, timeout_s: float = 5.0) -> None:
+        """Until so many sequences run or wait: which of the two depends on when the engine's step began."""
+        self._wait(lambda s: s["requests_running"] + s["requests_queued"], "under way", count, timeout_s)
+
+    def _wait(self, of: Callable[[Mapping[str, Any]], float], name: str, value: float, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
-        while (seen := self.engine.snapshot()[name]) != value:
+        while (seen := of(self.engine.snapshot())) != value:
             assert time.monotonic() < deadline, f"{name} is {seen}, not {value}"
             time.sleep(0.005)
