@@ -25,7 +25,20 @@ setup(
             extra_compile_args=["-O2", "-std=c11", "-pthread"],
             extra_link_args=["-pthread"],
         ),
-        Extension("expertserve.bench._replay", ["expertserve/bench/replay.c"], extra_compile_args=["-O2", "-std=c11"]),
+        Extension(
+            "expertserve.experts._forecast",
+            ["expertserve/experts/forecast.c"],
+            depends=["expertserve/experts/forecast.h"],
+            extra_compile_args=["-O3", "-std=c11"],
+            libraries=["m"],
+        ),
+        Extension(
+            "expertserve.bench._replay",
+            ["expertserve/bench/replay.c", "expertserve/experts/forecast.c"],
+            depends=["expertserve/experts/forecast.h"],
+            extra_compile_args=["-O3", "-std=c11"],
+            libraries=["m"],
+        ),
     ],
     cmdclass={"build_ext": BuildLibraries},
 )

@@ -5,19 +5,13 @@
  * is a hit, whatever the misses of the same group evict; misses then take slots one after the other. The victim is the
  * resident key with the least (score, last use, key), kept in a binary heap that knows where each key stands.
  */
-#include <stdint.h>
+#include "../experts/forecast.h"
+
 #include <stdlib.h>
 #include <string.h>
 
-#if defined(_WIN32)
-#define EXPORT __declspec(dllexport)
-#else
-#define EXPORT __attribute__((visibility("default")))
-#endif
-
 enum { STEP = 0xFFFF, RECORD = 4 };
-enum policy { HOTNESS, RECENCY, OPTIMUM };
-static const double RESCALE_ABOVE = 1e100;
+enum policy { FREQUENCY, RECENCY, OPTIMUM };
 
 /* Groups of a trace's records: keys of distinct experts in the order in which a lane takes them, the pairs of each, and
  * of each group its end in `keys`, its rows, its layer and its step. Keys of layer l begin at first[l]; a layer the
@@ -109,12 +103,6 @@ static void take_out(struct heap *h, int32_t key) {
     if (last != key) settle(h, at, last);
 }
 
-/* Divides all scores by `increment`, which may make neighbours equal: the heap is built again. */
-static void rescale(struct heap *h, int64_t num_keys, double increment) {
-    for (int64_t key = 0; key < num_keys; key++) h->score[key] /= increment;
-    for (int64_t at = h->size / 2 - 1; at >= 0; at--) settle(h, at, h->keys[at]);
-}
-
 /* next[i]: the group that uses keys[i] next after its own; `groups` where none does. */
 static int64_t *next_uses(int64_t num_keys, int64_t groups, const int32_t *keys, const int64_t *ends) {
     int64_t *next = malloc(sizeof *next * (size_t)((groups ? ends[groups - 1] : 0) + 1));
@@ -134,96 +122,140 @@ static int64_t *next_uses(int64_t num_keys, int64_t groups, const int32_t *keys,
     return next;
 }
 
-struct cache {
-    struct heap order;
-    int32_t *hits, *misses; /* of the present group */
-    double increment;       /* hotness grows by ever more instead of decaying */
-    int64_t clock;
-};
-
-static void advance(struct cache *c, int64_t step, double decay, int64_t num_keys) {
-    for (; c->clock < step; c->clock++) {
-        c->increment /= decay;
-        if (c->increment > RESCALE_ABOVE) {
-            rescale(&c->order, num_keys, c->increment);
-            c->increment = 1.0;
-        }
-    }
-}
-
-static void insert_all(struct heap *h, const int32_t *keys, int64_t count) {
-    for (int64_t i = 0; i < count; i++) insert(h, keys[i]);
-}
-
-/* Gives each missed key a slot. `held` hits are no victims while others are left; with `spare` neither is what is
- * hotter than the key that needs a slot, while that leaves one. Returns the hits still held. */
-static int64_t fill(struct cache *c, int64_t slots, int64_t misses, int64_t held, int spare) {
-    struct heap *h = &c->order;
-    for (int64_t i = 0; i < misses; i++) {
-        const int32_t key = c->misses[i];
-        if (h->size + held == slots) {
-            if (held && (!h->size || (spare && h->score[h->keys[0]] > h->score[key]))) {
-                insert_all(h, c->hits, held);
-                held = 0;
-            }
-            take_out(h, h->keys[0]);
-        }
-        insert(h, key);
-    }
-    return held;
-}
-
-/* Hits of each group. weights: what a selection adds to hotness, for HOTNESS. spare: of each group, whether a miss
- * leaves hotter keys alone while it can. Returns 0, or -1 where memory ran out. */
-EXPORT int64_t replay_hits(int64_t policy, double decay, int64_t num_keys, int64_t slots, int64_t groups,
-                           const int32_t *keys, const double *weights, const int64_t *ends, const int64_t *step_of,
-                           const uint8_t *spare, int32_t *hits) {
+/* Hits of each group. weights: what a selection adds to the score, for FREQUENCY. Returns 0, or -1 where memory ran
+ * out. */
+EXPORT int64_t replay_hits(int64_t policy, int64_t num_keys, int64_t slots, int64_t groups, const int32_t *keys,
+                           const double *weights, const int64_t *ends, int32_t *hits) {
     const size_t count = (size_t)num_keys;
-    struct cache c = {.increment = 1.0};
-    struct heap *h = &c.order;
+    struct heap heap = {0}, *h = &heap;
     h->keys = malloc(sizeof *h->keys * count);
     h->at = malloc(sizeof *h->at * count);
     h->score = calloc(count, sizeof *h->score);
     h->used = malloc(sizeof *h->used * count);
-    c.hits = malloc(sizeof *c.hits * count);
-    c.misses = malloc(sizeof *c.misses * count);
+    int32_t *missed = malloc(sizeof *missed * count);
     int64_t *next = policy == OPTIMUM ? next_uses(num_keys, groups, keys, ends) : NULL;
-    const int whole = h->keys && h->at && h->score && h->used && c.hits && c.misses && (next || policy != OPTIMUM);
+    const int whole = h->keys && h->at && h->score && h->used && missed && (next || policy != OPTIMUM);
     if (whole) {
         memset(h->at, -1, sizeof *h->at * count);
         memset(h->used, -1, sizeof *h->used * count);
     }
     for (int64_t g = 0, i = 0; whole && g < groups; g++) {
-        int64_t found = 0, missed = 0, held = 0;
-        if (policy == HOTNESS) advance(&c, step_of[g], decay, num_keys);
+        int64_t misses = 0;
         for (; i < ends[g]; i++) {
             const int32_t key = keys[i];
-            if (h->at[key] >= 0) {
-                take_out(h, key);
-                c.hits[found++] = key;
-            } else {
-                c.misses[missed++] = key;
-            }
-            if (policy == HOTNESS && h->used[key] != step_of[g]) h->score[key] += weights[i] * c.increment;
+            const int found = h->at[key] >= 0;
+            if (found) take_out(h, key);
+            if (policy == FREQUENCY) h->score[key] += weights[i];
             if (policy == OPTIMUM) h->score[key] = -(double)next[i];
-            h->used[key] = policy == HOTNESS ? step_of[g] : g;
+            h->used[key] = g;
+            hits[g] += found;
+            if (found) {
+                insert(h, key);
+            } else {
+                missed[misses++] = key;
+            }
         }
-        if (policy == HOTNESS) {
-            held = found;
-        } else {
-            insert_all(h, c.hits, found);
+        for (int64_t m = 0; m < misses; m++) {
+            if (h->size == slots) take_out(h, h->keys[0]);
+            insert(h, missed[m]);
         }
-        held = fill(&c, slots, missed, held, spare[g]);
-        insert_all(h, c.hits, held);
-        hits[g] = (int32_t)found;
     }
     free(next);
+    free(missed);
     free(h->keys);
     free(h->at);
     free(h->score);
     free(h->used);
-    free(c.hits);
-    free(c.misses);
+    return whole ? 0 : -1;
+}
+
+/* The slot cache that serves: its victims are named by the forecast. */
+struct slot_cache {
+    struct forecast *forecast;
+    int32_t *slot_of, *pins; /* slot_of: 0 where a key has a slot, else -1 */
+    uint8_t *loading;        /* nothing ever is */
+    int64_t *held, slots, used;
+};
+
+/* Gives a key a slot; returns 0 where every other is pinned, or needed sooner than it if those are to be spared. */
+static int seat(struct slot_cache *c, int64_t key, int spare) {
+    int64_t victim = 0;
+    if (c->used == c->slots) {
+        if (!forecast_victims(c->forecast, c->slot_of, c->pins, c->loading, spare ? key : -1, 1, &victim)) return 0;
+        c->slot_of[victim] = -1;
+    } else {
+        c->used++;
+    }
+    c->slot_of[key] = 0;
+    return 1;
+}
+
+static void hold(struct slot_cache *c, int64_t *count, int64_t key) {
+    c->held[(*count)++] = key;
+    c->pins[key]++;
+}
+
+static void let_go(struct slot_cache *c, int64_t *count) {
+    while (*count) c->pins[c->held[--*count]]--;
+}
+
+/* Hits of one group, of which only the misses stay in `keys`. What has a slot is held while those are seated, for as
+ * long as that leaves a slot. */
+static int32_t play(struct slot_cache *c, int64_t n, int64_t *keys, int spare) {
+    int64_t held = 0, missed = 0;
+    for (int64_t i = 0; i < n; i++) {
+        if (c->slot_of[keys[i]] == 0) {
+            hold(c, &held, keys[i]);
+        } else {
+            keys[missed++] = keys[i];
+        }
+    }
+    const int32_t found = (int32_t)held;
+    int holding = 1;
+    for (int64_t i = 0; i < missed; i++) {
+        if (!seat(c, keys[i], spare)) {
+            let_go(c, &held);
+            holding = 0;
+            seat(c, keys[i], 0);
+        }
+        if (holding) hold(c, &held, keys[i]);
+    }
+    let_go(c, &held);
+    return found;
+}
+
+/* Hits of each group with the slot cache that serves. first: of each layer's keys; layer_of: place of each group's
+ * layer; share: of each selection in a prefill, how much of its tokens made it; runs: what a group counts as, 0 for
+ * decode. Returns 0, or -1 where memory ran out. */
+EXPORT int64_t replay_forecast(int64_t layers, const int64_t *first, int64_t slots, int64_t groups, const int32_t *keys,
+                               const double *share, const int64_t *ends, const int64_t *layer_of, const double *runs,
+                               int32_t *hits) {
+    const size_t count = (size_t)first[layers];
+    struct slot_cache c = {.forecast = calloc(1, (size_t)forecast_bytes(layers, first, 1)), .slots = slots};
+    c.slot_of = malloc(sizeof *c.slot_of * count);
+    c.pins = calloc(count, sizeof *c.pins);
+    c.loading = calloc(count, sizeof *c.loading);
+    c.held = malloc(sizeof *c.held * count);
+    int64_t *group = malloc(sizeof *group * count);
+    const int whole = c.forecast && c.slot_of && c.pins && c.loading && c.held && group;
+    if (whole) {
+        memset(c.slot_of, -1, sizeof *c.slot_of * count);
+        forecast_init(c.forecast, layers, first, 1);
+    }
+    for (int64_t g = 0, i = 0; whole && g < groups; g++) {
+        const int64_t n = ends[g] - i;
+        for (int64_t j = 0; j < n; j++) group[j] = keys[i + j];
+        const int prefill = runs[g] > 0;
+        forecast_note(c.forecast, layer_of[g], n, group, prefill ? share + i : NULL, prefill ? runs[g] : 1.0);
+        hits[g] = play(&c, n, group, prefill);
+        i = ends[g];
+    }
+    free(c.forecast);
+    free(c.slot_of);
+    free(c.pins);
+    free(c.loading);
+    free(c.held);
+    free(group);
     return whole ? 0 : -1;
 }
 

@@ -1,9 +1,9 @@
 """Replays a routing trace against eviction policies: ours, LRU, LFU and Belady's optimum.
 
-Owns the trace as one array of keys, and the entry to `replay.c`, which plays it; ours is played as the slot cache
-does it, which the tests hold against the real one. Nothing is read or computed: a hit rate is a count. A layer's choice
-is taken as the lane takes it, each distinct expert once. Invariant: every policy sees the same requests. The optimum is
-one where each group is one key; where it is several, next uses in the same group tie, and it takes either.
+Owns the trace as one array of keys, and the entry to `replay.c`, which plays it; ours is played with the slot cache's
+own forecast, and the tests hold the rest against the real one. Nothing is read or computed: a hit rate is a count. A
+layer's choice is taken as the lane takes it, each distinct expert once. Invariant: every policy sees the same requests.
+The optimum is one where each group is one key; of several, next uses in the same group tie, and it takes either.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import ctypes
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from enum import Enum
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,26 +21,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from expertserve.errors import CapacityError, KernelUnavailableError
-from expertserve.experts.cache import DEFAULT_DECAY, prefill_weights
+from expertserve.experts.forecast import prefill_runs
 from expertserve.experts.trace import read_numbers
 
 _LAYERS = 1 << 16
 
 
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """What is evicted: `kind` is hotness (least, decaying per step), recency (least recent) or optimum."""
+class Policy(Enum):
+    """What is evicted: the least often used, the least recently used, what is used last from now on, or by forecast."""
 
-    kind: str
-    decay: float = 1.0
+    LFU = 0
+    LRU = 1
+    BELADY = 2
+    OURS = 3
 
 
-KINDS = ("hotness", "recency", "optimum")
 POLICIES: Mapping[str, Policy] = {
-    "LRU": Policy("recency"),
-    "LFU": Policy("hotness"),
-    "ours": Policy("hotness", DEFAULT_DECAY),
-    "Belady": Policy("optimum"),
+    "LRU": Policy.LRU,
+    "LFU": Policy.LFU,
+    "ours": Policy.OURS,
+    "Belady": Policy.BELADY,
 }
 
 
@@ -90,10 +91,15 @@ class Requests:
         return ~self.prefill & (self.step_of >= self.warm_up)
 
     @property
-    def weights(self) -> NDArray[np.float64]:
-        """What each selection adds to the hotness of its key."""
-        rows = np.repeat(self.rows, self.sizes)
-        return np.where(np.repeat(self.prefill, self.sizes), prefill_weights(self.pairs, rows), 1.0)
+    def runs(self) -> NDArray[np.float64]:
+        """Decode runs that each group of a prefill counts as; 0 for one of decode."""
+        return np.where(self.prefill, prefill_runs(self.rows), 0.0)
+
+    @property
+    def shares(self) -> NDArray[np.float64]:
+        """Of each selection, how much of its group's tokens made it."""
+        shares: NDArray[np.float64] = self.pairs / np.repeat(self.rows, self.sizes)
+        return shares
 
     def shuffled(self, seed: int = 0) -> Requests:
         """The same groups in an order without memory: each layer's are dealt to its places at random.
@@ -147,14 +153,28 @@ def hits(requests: Requests, policy: Policy, slots: int) -> NDArray[np.int32]:
     if slots < 1:
         raise ValueError("a cache has at least one slot")
     found = np.zeros(len(requests.ends), np.int32)
-    arrays = (requests.keys, requests.weights, requests.ends, requests.step_of, requests.prefill)
-    failed = _library.replay_hits(
-        KINDS.index(policy.kind), policy.decay, requests.num_keys, slots, len(requests.ends),
-        *(array.ctypes.data for array in arrays), found.ctypes.data,
-    )  # fmt: skip
+    play = _play_forecast if policy is Policy.OURS else _play_order
+    failed = play(requests, policy, slots, found)
     if failed:
         raise CapacityError("the replay needs more memory than there is; replay a shorter trace")
     return found
+
+
+def _play_order(requests: Requests, policy: Policy, slots: int, found: NDArray[np.int32]) -> int:
+    weights = np.where(np.repeat(requests.prefill, requests.sizes), requests.shares, 1.0)
+    weights *= np.repeat(np.maximum(requests.runs, 1.0), requests.sizes)
+    sizes = policy.value, requests.num_keys, slots, len(requests.ends)
+    arrays = (requests.keys, weights, requests.ends, found)
+    return int(_library.replay_hits(*sizes, *(array.ctypes.data for array in arrays)))
+
+
+def _play_forecast(requests: Requests, policy: Policy, slots: int, found: NDArray[np.int32]) -> int:
+    first = np.concatenate([[0], np.cumsum(list(requests.experts.values()))]).astype(np.int64)
+    place = {layer: number for number, layer in enumerate(requests.experts)}
+    places = np.array([place[layer] for layer in requests.layers.tolist()], np.int64)
+    arrays = (requests.keys, requests.shares, requests.ends, places, requests.runs, found)
+    sizes = len(requests.experts), first.ctypes.data, slots, len(requests.ends)
+    return int(_library.replay_forecast(*sizes, *(array.ctypes.data for array in arrays)))
 
 
 def hit_rate(requests: Requests, policy: Policy, slots: int) -> float:
@@ -198,10 +218,11 @@ def _load() -> ctypes.CDLL:
     if spec is None or spec.origin is None:
         raise KernelUnavailableError("the replay is not compiled: build it (pip install -e .)")
     library = ctypes.CDLL(spec.origin)
-    number, real, at = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
+    number, at = ctypes.c_int64, ctypes.c_void_p
     signatures: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
         ("groups", None, (at, number, *[at] * 11)),
-        ("hits", number, (number, real, number, number, number, *[at] * 6)),
+        ("hits", number, (*[number] * 4, *[at] * 4)),
+        ("forecast", number, (number, at, number, number, *[at] * 6)),
         ("distances", None, (number, *[at] * 4)),
     )
     for name, result, arguments in signatures:

@@ -30,7 +30,7 @@ def reads_mapped_files(device: str) -> bool:
     return device in _HOST_DEVICES
 
 
-def make_host_tier(store: ExpertSlotStore, places: int, hotness: NDArray[np.float64]) -> HostTier | None:
+def make_host_tier(store: ExpertSlotStore, places: int, hotness: NDArray[np.float32]) -> HostTier | None:
     """The tier behind a store, with room for `places` experts; None where the slots are host memory themselves.
 
     Raises:

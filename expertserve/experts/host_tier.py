@@ -36,7 +36,7 @@ class MovingStore(Protocol):
 class HostTier:
     """`places` experts of one size class; one place more is kept for exchanges."""
 
-    def __init__(self, store: MovingStore, places: int, hotness: NDArray[np.float64]) -> None:
+    def __init__(self, store: MovingStore, places: int, hotness: NDArray[np.float32]) -> None:
         """`hotness` is the slot cache's, by key."""
         self.places = places
         self._store = store

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from expertserve.experts.batch import ComputeFn, SlotBatch
 from expertserve.experts.budget import SlotPlan
-from expertserve.experts.cache import prefill_weights
 from expertserve.experts.grouping import group_pairs, one_row
 from expertserve.experts.kernels import RunningKernels
 from expertserve.experts.lookahead import MOST_ROWS, WIDE, LookAhead
@@ -78,9 +77,6 @@ class ExpertLane:
         self._step_began = 0.0
         self._closed = False
         self._busy_before = 0.0
-        for table in self._tables.values():
-            if table.layer in parts.hotness:
-                table.cache.seed(table.keys, parts.hotness[table.layer])
         announce(stats, parts, settings)
 
     @classmethod
@@ -138,7 +134,7 @@ class ExpertLane:
         path, identity = self._settings.profile, self._identity
         if path is None or identity is None or self.clock.steps == 0 or self._unstreamed is not None:
             return None
-        hotness = {layer: table.cache.current_hotness()[table.keys] for layer, table in self._tables.items()}
+        hotness = {layer: table.cache.hotness[table.keys].astype(np.float64) for layer, table in self._tables.items()}
         return save_profile(path, identity, hotness)
 
     def heat(self) -> dict[int, tuple[NDArray[np.float64], NDArray[np.bool_]]]:
@@ -147,7 +143,7 @@ class ExpertLane:
             counts = {layer: table.tower.num_experts for layer, table in self._tables.items()}
             return {layer: (np.zeros(count), np.ones(count, bool)) for layer, count in counts.items()}
         return {
-            layer: (table.cache.current_hotness()[table.keys], table.address[0] != 0)
+            layer: (table.cache.hotness[table.keys].astype(np.float64), table.address[0] != 0)
             for layer, table in self._tables.items()
         }
 
@@ -193,8 +189,6 @@ class ExpertLane:
         self._running.wait_all()
         if self._guesses:
             self._ahead.settle(None)
-        for streamer in self.streamers:
-            streamer.cache.advance(decay=not rows.draft)
         counters = self.stats.current
         wall_s = perf_counter() - self._step_began
         counters.wall_s += wall_s
@@ -249,11 +243,10 @@ class ExpertLane:
                 self._run_resident(table, experts, address, compute, began)
                 return
         groups = group_pairs(ids)
-        weights = prefill_weights(groups.counts, len(ids)) if self._prefill else None
         following = self._tables.get(layer + 1)
         if self._guesses and following is not None and ids.size >= WIDE * following.tower.num_experts:
             self._ahead.ask_all(following)
-        self._waves.run(table, groups, weights, compute, began)
+        self._waves.run(table, groups, len(ids) if self._prefill else 0, compute, began)
 
     def _run_unstreamed(
         self, address: NDArray[np.uint64], table: LayerTable, ids: NDArray[np.int32], compute: ComputeFn
@@ -285,7 +278,7 @@ class ExpertLane:
         counters = self.stats.current
         start, pairs = one_row(len(experts))
         keys = experts + np.int64(table.first_key)
-        table.cache.touch(keys)
+        table.cache.note(table.place, keys)
         table.pins[experts] += 1
         if self._ahead.asked:
             self._ahead.issue()
@@ -300,8 +293,6 @@ class ExpertLane:
             self._running.add(fence, table.cache, keys)
         else:
             table.pins[experts] -= 1
-            if table.cache.parked:
-                table.cache.unpark()
         counters.hits += len(experts)
         counters.computes += 1
         counters.expert_s += computed - computing

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from expertserve.errors import ExpertReadError
 from expertserve.experts.budget import SlotPlan, plan_slots, size_classes, tier_places
-from expertserve.experts.cache import DEFAULT_DECAY, ExpertSlotCache
+from expertserve.experts.cache import ExpertSlotCache
 from expertserve.experts.disk import FileDisk
 from expertserve.experts.factory import has_host_tier, make_host_tier, make_slot_store, reads_mapped_files
 from expertserve.experts.knee import knee_slots
@@ -45,7 +45,6 @@ class LaneSettings:
         reader: direct, buffered, mmap or auto.
         threads: reader threads.
         lookahead: on, off, or auto to let it measure itself.
-        decay: of hotness, per step.
         huge_pages: ask for huge pages behind the slots.
         profile: file that keeps hotness between runs.
         trace: file that records routing.
@@ -58,7 +57,6 @@ class LaneSettings:
     reader: str = "auto"
     threads: int = 4
     lookahead: Literal["on", "off", "auto"] = "auto"
-    decay: float = DEFAULT_DECAY
     huge_pages: bool = True
     profile: Path | None = None
     trace: Path | None = None
@@ -80,7 +78,6 @@ class LaneParts:
     """What a lane is made of.
 
     Attributes:
-        hotness: by layer, of the profile; empty for a cold start.
         warnings: lines for the user.
     """
 
@@ -89,7 +86,6 @@ class LaneParts:
     tables: dict[int, LayerTable]
     streamers: tuple[ExpertStreamer, ...]
     identity: ModelIdentity | None
-    hotness: Mapping[int, NDArray[np.float64]]
     warnings: tuple[str, ...]
     unstreamed: UnstreamedTowers | None = None
     trace: TraceRecorder | None = None
@@ -148,12 +144,15 @@ def open_parts(
         if settings.forced or _serves_mapped(settings, plan):
             unstreamed = UnstreamedTowers(file.paths, towers)
         parts = assemble_parts(plan, reader, settings, stats)
+        for layer, known in hotness.items():
+            table = parts.tables[layer]
+            table.cache.seed(table.place, known, float(known.sum()) / top_k)
     except BaseException:
         for part in (trace, unstreamed, reader):
             if part is not None:
                 part.close()
         raise
-    return replace(parts, identity=identity, hotness=hotness, warnings=warnings, trace=trace, unstreamed=unstreamed)
+    return replace(parts, identity=identity, warnings=warnings, trace=trace, unstreamed=unstreamed)
 
 
 def _serves_mapped(settings: LaneSettings, plan: SlotPlan) -> bool:
@@ -181,13 +180,13 @@ def assemble_parts(plan: SlotPlan, reader: FileReader, settings: LaneSettings, s
             )
             undo.callback(store.close)
             uids = [(tower.uid, tower.num_experts) for tower in group.towers]
-            cache = ExpertSlotCache(uids, slot_count, decay=settings.decay)
+            cache = ExpertSlotCache(uids, slot_count)
             tier = make_host_tier(store, places[len(streamers)], cache.hotness)
             streamer = ExpertStreamer(group.towers, group.layout, store, cache, pool, stats, tier)
             streamers.append(streamer)
             tables.update((tower.layer, LayerTable.of(tower, streamer)) for tower in group.towers)
         undo.pop_all()
-    return LaneParts(plan, pool, tables, tuple(streamers), None, {}, ())
+    return LaneParts(plan, pool, tables, tuple(streamers), None, ())
 
 
 def _tier_places(plan: SlotPlan, settings: LaneSettings) -> tuple[int, ...]:

@@ -63,11 +63,11 @@ class ExpertStreamer:
         self._where = [(tower, expert) for tower in towers for expert in range(tower.num_experts)]
         self._reads: list[SliceReads | None] = [None] * cache.num_keys  # made when first read
 
-    def begin(self, key: int, purpose: Purpose, *, spare_hotter: bool = False) -> Fill | None:
+    def begin(self, key: int, purpose: Purpose, *, spare_sooner: bool = False) -> Fill | None:
         """Starts reading an expert; None when no slot or no write buffer is to be had now (see `begin_fill`)."""
         if len(self.filling) >= self.store.write_depth:
             return None
-        place = self.cache.begin_fill(key, spare_hotter=spare_hotter)
+        place = self.cache.begin_fill(key, spare_sooner=spare_sooner)
         if place is None:
             return None
         if place.evicted is not None:

@@ -22,6 +22,7 @@ class LayerTable:
 
     Attributes:
         tower: where its experts lie in the file.
+        place: among the layers of the cache.
         first_key: key of expert 0.
         address: [roles, experts] uint64, 0 where not resident.
         pins: [experts] int32.
@@ -30,6 +31,7 @@ class LayerTable:
     tower: ExpertTower
     streamer: ExpertStreamer
     cache: ExpertSlotCache
+    place: int
     first_key: int
     address: NDArray[np.uint64]
     pins: NDArray[np.int32]
@@ -47,4 +49,4 @@ class LayerTable:
         cache = streamer.cache
         first = cache.key(tower.uid, 0)
         keys = slice(first, first + tower.num_experts)
-        return cls(tower, streamer, cache, first, streamer.address[:, keys], cache.pins[keys])
+        return cls(tower, streamer, cache, cache.place(tower.uid), first, streamer.address[:, keys], cache.pins[keys])

@@ -41,19 +41,22 @@ class Waves:
         self,
         table: LayerTable,
         groups: Grouping,
-        weights: NDArray[np.float64] | None,
+        prefill_rows: int,
         compute: ComputeFn,
         began: float,
     ) -> None:
         """Resident experts while the misses are read, then the misses as they come.
 
         Args:
-            weights: what each group adds to its expert's hotness; None for one each.
+            prefill_rows: tokens of the step if it has some of a prompt, else 0.
         """
         counters = self._stats.current
         spent_before = counters.expert_s + counters.stalled_s
         keys = groups.experts + table.first_key
-        table.cache.touch(keys, weights)
+        if prefill_rows:
+            table.cache.note_prefill(table.place, keys, groups.counts, prefill_rows)
+        else:
+            table.cache.note(table.place, keys)
         resident = table.address[0, groups.experts] != 0
         hits = np.flatnonzero(resident)
         table.cache.pin(keys[hits])
@@ -128,14 +131,14 @@ class Waves:
     ) -> None:
         """Starts as many of the missing as there are slots for.
 
-        Beyond what keeps the disk busy, only colder experts give way: a wide batch reads through the slots its own
-        experts leave, and what decode uses stays.
+        Beyond what keeps the disk busy, only experts that are needed later give way: a wide batch reads through the
+        slots its own experts leave, and what decode uses stays.
         """
         if missing:
             self._running.release()
         while missing:
             spare = len(awaited) >= self._keep_busy
-            fill = table.streamer.begin(int(keys[missing[0]]), Purpose.DEMAND, spare_hotter=spare)
+            fill = table.streamer.begin(int(keys[missing[0]]), Purpose.DEMAND, spare_sooner=spare)
             if fill is None:
                 return
             awaited[fill] = missing.popleft()

@@ -47,8 +47,8 @@ def test_repetition_is_that_of_the_layers_own_steps() -> None:
 def test_the_gain_of_recency_is_gone_in_the_shuffled_control() -> None:
     (row,) = replay_rows(read_decode(TRACE), [0.25])
     assert row.slots == 60 and row.gap_closed is not None
-    assert row.hit_rate["ours"] > row.hit_rate["LFU"] + 0.03
-    assert abs(row.shuffled["ours"] - row.shuffled["LFU"]) < 0.01
+    assert row.hit_rate["ours"] > row.hit_rate["LFU"] + 0.07
+    assert abs(row.shuffled["ours"] - row.shuffled["LFU"]) < 0.02
     assert row.shuffled["LFU"] == pytest.approx(row.hit_rate["LFU"], abs=0.005)
     gap = row.hit_rate["Belady"] - row.hit_rate["LRU"]
     assert row.gap_closed == pytest.approx((row.hit_rate["ours"] - row.hit_rate["LRU"]) / gap, abs=1e-3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,13 +12,13 @@ from hypothesis import strategies as st
 
 from expertserve.bench.replay import (
     POLICIES,
-    Policy,
     Requests,
     compare,
     hit_rate,
     hits,
     read_requests,
     reuse_distances,
+    slots_of,
 )  # fmt: skip
 from expertserve.experts.step import StepRows
 from expertserve.experts.trace import TraceRecorder
@@ -25,14 +26,23 @@ from tests.bench.reference_policies import best_possible, lru, slot_cache
 from tests.experts.worlds import make_world
 
 LRU, OPTIMUM = POLICIES["LRU"], POLICIES["Belady"]
+TRACE = Path(__file__).parents[1] / "data" / "demo_routing.trace.xz"
 
 
-def requests(*steps: list[list[int]], num_keys: int = 16, prefill: frozenset[int] = frozenset()) -> Requests:
-    """A trace of keys by step and layer; a prefill's tokens chose its keys 1, 2, 3, 1, ... times."""
+def requests(
+    *steps: list[list[int]],
+    num_keys: int = 16,
+    experts: dict[int, int] | None = None,
+    prefill: frozenset[int] = frozenset(),
+) -> Requests:
+    """A trace of keys by step and layer, of `experts` a layer; a prefill's tokens chose its keys 1, 2, 3, 1, ... times.
+
+    Without `experts` the first layer has all keys, which suits the policies that do not look at layers.
+    """
     layers = [(number, layer, keys) for number, step in enumerate(steps) for layer, keys in enumerate(step)]
     keys = [key for _, _, keys in layers for key in keys]
     return Requests(
-        experts={0: num_keys},
+        experts=experts or {0: num_keys, **dict.fromkeys(range(1, max(map(len, steps))), 0)},
         keys=np.array(keys, np.int32),
         pairs=np.array([1 + i % 3 for i in range(len(keys))], np.int32),
         ends=np.cumsum([len(keys) for _, _, keys in layers], dtype=np.int64),
@@ -52,7 +62,7 @@ def zipf(steps: int, seed: int = 0) -> Requests:
         ranks = rng.choice(16, 3, replace=False, p=weights / weights.sum())
         return list(16 * layer + order[layer][ranks])
 
-    return requests(*[[choice(0), choice(1)] for _ in range(steps)], num_keys=32)
+    return requests(*[[choice(0), choice(1)] for _ in range(steps)], experts={0: 16, 1: 16})
 
 
 STEPS = st.lists(
@@ -63,13 +73,18 @@ STEPS = st.lists(
 
 
 @settings(max_examples=150, deadline=None)
-@given(steps=STEPS, slots=st.integers(1, 10), prefill=st.frozensets(st.integers(0, 24)),
-       decay=st.sampled_from([1.0, 0.995, 0.9, 1e-60]))  # fmt: skip
-def test_ours_is_what_the_slot_cache_does(
-    steps: list[list[list[int]]], slots: int, prefill: frozenset[int], decay: float
-) -> None:
+@given(steps=STEPS, slots=st.integers(1, 30), prefill=st.frozensets(st.integers(0, 24)))
+def test_ours_is_what_the_slot_cache_does(steps: list[list[list[int]]], slots: int, prefill: frozenset[int]) -> None:
+    spread = [[[10 * layer + key for key in keys] for layer, keys in enumerate(step)] for step in steps]
+    trace = requests(*spread, experts={0: 10, 1: 10, 2: 10}, prefill=prefill)
+    assert hits(trace, POLICIES["ours"], slots).tolist() == slot_cache(trace, slots)
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps=STEPS, slots=st.integers(1, 8), prefill=st.frozensets(st.integers(0, 24)))
+def test_lfu_evicts_the_least_often_used(steps: list[list[list[int]]], slots: int, prefill: frozenset[int]) -> None:
     trace = requests(*steps, num_keys=10, prefill=prefill)
-    assert hits(trace, Policy("hotness", decay), slots).tolist() == slot_cache(trace, slots, decay)
+    assert hits(trace, POLICIES["LFU"], slots).tolist() == lru(trace, slots, frequency=True)
 
 
 @settings(max_examples=60, deadline=None)
@@ -110,6 +125,22 @@ def test_hotness_beats_lru_where_choices_are_skewed_and_not_the_optimum() -> Non
     trace = zipf(300)
     for slots in (6, 12, 20):
         assert hit_rate(trace, LRU, slots) < hit_rate(trace, POLICIES["ours"], slots) < hit_rate(trace, OPTIMUM, slots)
+
+
+def test_ours_comes_near_the_optimum_on_a_loop_that_leaves_recency_nothing() -> None:
+    loop = replace(requests(*[[[2 * (step % 8), 2 * (step % 8) + 1]] for step in range(1200)]), warm_up=600)
+    assert hit_rate(loop, LRU, 8) == 0.0
+    assert hit_rate(loop, POLICIES["ours"], 8) > 0.8 * hit_rate(loop, OPTIMUM, 8)
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5])
+def test_ours_closes_half_of_the_gap_between_lru_and_the_optimum_on_text(share: float) -> None:
+    trace = read_requests(TRACE)
+    trace = replace(trace, warm_up=len(trace.step_rows) // 2)
+    lru_rate, ours, best = (
+        hit_rate(trace, POLICIES[name], slots_of(trace, share)) for name in ("LRU", "ours", "Belady")
+    )
+    assert ours - lru_rate > 0.5 * (best - lru_rate)
 
 
 def test_shuffling_keeps_what_each_layer_selects_and_loses_the_order() -> None:

@@ -31,7 +31,7 @@ def test_what_comes_back_is_what_went_down(moves: list[tuple[int, int]], places:
     """Slots 0 and 1 exchange experts with the tier; bytes of expert k are all k, whatever the copies' delays."""
     device = FakeDevice()
     store = DeviceExpertSlotStore(device, 2, SLOT)
-    hotness = np.array([random.random() for _ in range(8)])
+    hotness = np.array([random.random() for _ in range(8)], np.float32)
     tier = HostTier(store, places, hotness)
     held: dict[int, int] = {}
     for key, slot in moves:

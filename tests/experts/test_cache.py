@@ -8,7 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from expertserve.experts.cache import ExpertSlotCache, prefill_weights
+from expertserve.experts.cache import ExpertSlotCache
+from tests.experts.reference_forecast import ReferenceForecast
 
 
 def keys(*values: int) -> np.ndarray:
@@ -27,9 +28,8 @@ def fill(cache: ExpertSlotCache, *which: int) -> list[int | None]:
     return evicted
 
 
-def step(cache: ExpertSlotCache, *which: int, decay: bool = True) -> None:
-    cache.touch(keys(*which))
-    cache.advance(decay=decay)
+def step(cache: ExpertSlotCache, *which: int) -> None:
+    cache.note(0, keys(*which))
     cache.check_integrity()
 
 
@@ -41,32 +41,26 @@ def test_the_least_hot_goes_first() -> None:
     assert fill(cache, 5) == [2]
 
 
-def test_ties_go_to_the_least_recently_used() -> None:
-    cache = ExpertSlotCache([(1, 8)], 3, decay=1.0)
-    fill(cache, 0, 1, 2)
-    step(cache, 2)
-    step(cache, 0)
-    step(cache, 1)
-    assert fill(cache, 5, 6) == [2, 5]
+def test_of_equal_experts_the_one_whose_layer_runs_last_goes_first() -> None:
+    cache = ExpertSlotCache([(1, 4), (2, 4), (3, 4)], 6)
+    fill(cache, 0, 4, 8)
+    for _ in range(3):
+        for place in range(3):
+            cache.note(place, keys(4 * place))
+    cache.note(0, keys(0))
+    cache.note(1, keys(4))  # next run the layers of keys 8, 0 and 4
+    fill(cache, 1, 5, 9)  # never chosen, so they go before the others
+    assert fill(cache, 2, 3) == [5, 1]
 
 
-def test_hotness_counts_once_a_step_however_many_tokens_chose_an_expert() -> None:
+def test_a_prefill_counts_as_its_rows_up_to_64_shared_out_by_how_many_tokens_chose_an_expert() -> None:
     cache = ExpertSlotCache([(1, 8)], 2)
-    cache.touch(keys(3, 3, 3, 4))
-    cache.touch(keys(3))
-    cache.advance(decay=False)
-    assert cache.current_hotness()[[3, 4]].tolist() == [1.0, 1.0]
-
-
-def test_a_prefill_is_shared_out_by_how_many_tokens_chose_an_expert() -> None:
-    cache = ExpertSlotCache([(1, 8)], 2)
-    for _ in range(2):  # the same layer again in a step counts once
-        cache.touch(keys(3, 4), prefill_weights(np.array([512, 8], np.int32), 512))
-    cache.advance(decay=False)
-    assert cache.current_hotness()[[3, 4, 5]].tolist() == [64.0, 1.0, 0.0]
-    cache.touch(keys(3, 4), prefill_weights(np.array([10, 1], np.int32), 10))
-    cache.advance(decay=False)
-    assert cache.current_hotness()[[3, 4, 5]].tolist() == [74.0, 2.0, 0.0]
+    cache.note_prefill(0, keys(3, 4), np.array([512, 8], np.int32), 512)
+    assert cache.hotness[[3, 4, 5]] == pytest.approx([64.0, 1.0, 0.0], rel=0.01)
+    cache.note_prefill(0, keys(3, 4), np.array([10, 1], np.int32), 10)
+    assert cache.hotness[[3, 4, 5]] == pytest.approx([74.0, 2.0, 0.0], rel=0.01)
+    cache.note(0, keys(5))
+    assert cache.hotness[[3, 4, 5]] == pytest.approx([74.0, 2.0, 1.0], rel=0.01)
 
 
 def test_hotness_grows_for_experts_that_are_not_resident() -> None:
@@ -75,19 +69,35 @@ def test_hotness_grows_for_experts_that_are_not_resident() -> None:
     for _ in range(4):
         step(cache, 0, 7)
     step(cache, 1)
-    fill(cache, 7)
-    assert fill(cache, 2) == [None] or cache.resident(7)
-    assert not cache.resident(1)
+    assert fill(cache, 7) == [1]
 
 
-def test_hotness_decays_with_the_targets_steps_and_not_with_the_drafts() -> None:
-    cache = ExpertSlotCache([(1, 4)], 2, decay=0.5)
-    step(cache, 0, decay=False)
-    assert cache.current_hotness()[0] == 1.0
-    step(cache)
-    step(cache)
-    step(cache, decay=False)
-    assert cache.current_hotness()[0] == 0.25
+def test_what_is_kept_follows_the_text_when_it_turns_to_other_experts() -> None:
+    cache = ExpertSlotCache([(1, 8)], 4)
+    fill(cache, 0, 1, 2, 3)
+    for _ in range(500):
+        step(cache, 0, 1)
+    for _ in range(100):
+        step(cache, 2, 3)
+    assert set(fill(cache, 4)) <= {0, 1}
+
+
+def test_known_hotness_decides_until_more_is_known() -> None:
+    cache = ExpertSlotCache([(1, 4), (2, 4)], 4)
+    cache.seed(0, np.array([9.0, 3.0, 1.0, 0.0]), 10.0)
+    cache.seed(1, np.array([0.0, 8.0, 4.0, 0.0]), 10.0)
+    fill(cache, 0, 1, 5, 6)
+    with pytest.raises(ValueError, match="before the first"):
+        cache.seed(0, np.zeros(4), 1.0)
+    assert fill(cache, 2) == [1]
+
+
+def test_keys_of_another_layer_are_refused() -> None:
+    cache = ExpertSlotCache([(1, 4), (2, 4)], 4)
+    for place, key in ((0, 4), (1, 3), (1, 8), (0, -1)):
+        with pytest.raises(ValueError, match="not all of layer"):
+            cache.note(place, keys(key))
+    assert not cache.hotness.any()
 
 
 def test_a_pinned_expert_is_never_a_victim() -> None:
@@ -143,7 +153,7 @@ def test_a_pinned_expert_cannot_be_invalidated() -> None:
 
 
 def test_asking_whether_a_key_is_resident_does_not_touch_the_order() -> None:
-    cache = ExpertSlotCache([(1, 8)], 2, decay=1.0)
+    cache = ExpertSlotCache([(1, 8)], 2)
     fill(cache, 0, 1)
     step(cache, 0)
     step(cache, 1)
@@ -152,13 +162,12 @@ def test_asking_whether_a_key_is_resident_does_not_touch_the_order() -> None:
     assert fill(cache, 2) == [0]
 
 
-def test_a_newcomer_can_be_kept_from_evicting_hotter_experts() -> None:
+def test_a_newcomer_can_be_kept_from_evicting_experts_that_are_needed_sooner() -> None:
     cache = ExpertSlotCache([(1, 8)], 2)
     fill(cache, 0, 1)
     step(cache, 0, 1)
     step(cache, 0, 1)
-    cache.touch(keys(5))
-    assert cache.begin_fill(5, spare_hotter=True) is None
+    assert cache.begin_fill(5, spare_sooner=True) is None
     cache.check_integrity()
     assert fill(cache, 5) in ([0], [1])
 
@@ -172,47 +181,30 @@ def test_towers_do_not_share_keys_and_a_uid_is_taken_once() -> None:
         ExpertSlotCache([(7, 4), (7, 4)], 4)
 
 
-def test_scores_keep_their_order_when_the_inflated_domain_is_rescaled() -> None:
-    cache = ExpertSlotCache([(1, 8)], 3, decay=0.01)
-    fill(cache, 0, 1, 2)
-    for _ in range(120):  # 0.01 ** 120 is far below the smallest double
-        step(cache, 0)
-        step(cache, 1)
-    step(cache, 2)
-    assert np.isfinite(cache.hotness).all() and cache.increment < 1e110
-    assert fill(cache, 5) == [0]
-
-
 class CacheMachine(RuleBasedStateMachine):
     """Random use against a plain model: a dictionary, floats and a scan over all slots."""
 
     filling = Bundle("filling")
 
-    @initialize(slots=st.integers(1, 5), decay=st.sampled_from([0.5, 0.9, 1.0]))
-    def start(self, slots: int, decay: float) -> None:
-        self.cache = ExpertSlotCache([(3, 5), (4, 5)], slots, decay=decay)
-        self.slots, self.decay = slots, decay
-        self.hot = [0.0] * 10
-        self.used = [-1] * 10
-        self.clock = 0
+    @initialize(slots=st.integers(1, 5))
+    def start(self, slots: int) -> None:
+        self.cache = ExpertSlotCache([(3, 5), (4, 5)], slots)
+        self.forecast = ReferenceForecast([5, 5])
+        self.slots = slots
         self.resident: set[int] = set()
         self.loading: set[int] = set()
         self.pins = [0] * 10
 
-    @rule(chosen=st.sets(st.integers(0, 9), max_size=4))
-    def select(self, chosen: set[int]) -> None:
-        self.cache.touch(keys(*chosen, *chosen))
-        for key in chosen:
-            if self.used[key] != self.clock:
-                self.hot[key] += 1.0
-                self.used[key] = self.clock
+    @rule(place=st.integers(0, 1), chosen=st.sets(st.integers(0, 4), min_size=1, max_size=4))
+    def select(self, place: int, chosen: set[int]) -> None:
+        self.cache.note(place, keys(*(5 * place + expert for expert in chosen)))
+        self.forecast.note(place, {expert: 1.0 for expert in chosen})
 
-    @rule(decay=st.booleans())
-    def end_step(self, decay: bool) -> None:
-        self.cache.advance(decay=decay)
-        self.clock += 1
-        if decay:
-            self.hot = [value * self.decay for value in self.hot]
+    @rule(place=st.integers(0, 1), counts=st.dictionaries(st.integers(0, 4), st.integers(1, 9), min_size=1))
+    def select_in_a_prefill(self, place: int, counts: dict[int, int]) -> None:
+        chosen = keys(*(5 * place + expert for expert in counts))
+        self.cache.note_prefill(place, chosen, np.array(list(counts.values()), np.int32), 9)
+        self.forecast.note(place, {expert: count / 9 for expert, count in counts.items()}, runs=9)
 
     @rule(key=st.integers(0, 9))
     def begin(self, key: int) -> None:
@@ -229,13 +221,10 @@ class CacheMachine(RuleBasedStateMachine):
             return
         else:
             assert place is not None and place.evicted in candidates
-            worst = self._rank(place.evicted)
-            assert all(worst <= self._rank(k) or np.isclose(self.hot[k], self.hot[place.evicted]) for k in candidates)
+            until = self.forecast.until()
+            assert until[place.evicted] >= (1 - 1e-3) * max(until[key] for key in candidates)
             self.resident.remove(place.evicted)
         self.loading.add(key)
-
-    def _rank(self, key: int) -> tuple[float, int]:
-        return self.hot[key], self.used[key]
 
     @precondition(lambda self: self.loading)
     @rule(data=st.data(), good=st.booleans())
