@@ -6,7 +6,7 @@ forward only from its own thread, and one sequence's text stream only from there
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Protocol
 
 import numpy as np
@@ -67,4 +67,4 @@ class TextSource(Protocol):
 
     @property
     def eog_ids(self) -> Collection[int]: ...
-    def stream(self) -> TextStream: ...
+    def stream(self, *, marks: Mapping[int, str]) -> TextStream: ...

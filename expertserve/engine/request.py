@@ -39,6 +39,7 @@ class SamplingParams:
         logprobs: k gives each token's log-probability with the k best beside it; None gives none.
         prompt_logprobs: the same for the prompt's tokens.
         constraint: what the text must look like; it ends the text where nothing may follow.
+        marks: tokens whose place in the text is told, as text/stream.py does, and their spellings.
         forced: the first tokens are these, whatever the logits say (teacher forcing).
     """
 
@@ -58,6 +59,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     constraint: Constraint | None = None
+    marks: Mapping[int, str] = field(default_factory=dict)
     forced: tuple[int, ...] = ()
 
 

@@ -46,7 +46,7 @@ class Sequence:
         self.prompt_logprobs: list[TokenLogprob | None] | None = None if params.prompt_logprobs is None else [None]
         self.sampler = Sampler(params)
         self.stop_filter = StopFilter(params.stop)
-        self.text_stream = tokenizer.stream()
+        self.text_stream = tokenizer.stream(marks=params.marks)
         self.submitted_at = perf_counter()
         self._started_at: float | None = None
         self._first_at: float | None = None

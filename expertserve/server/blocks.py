@@ -7,6 +7,7 @@ One choice only, as both APIs have it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import replace
 
 from expertserve.engine.request import Event, FinishEvent
 from expertserve.server.chat import pieces_of
@@ -20,7 +21,7 @@ def ordered_parts(pieces: list[Piece]) -> list[Piece]:
     for piece in pieces:
         last = blocks[-1] if blocks else None
         if last is not None and last.part == piece.part and piece.name is None:
-            blocks[-1] = Piece(last.part, last.text + piece.text, last.call, last.name)
+            blocks[-1] = replace(last, text=last.text + piece.text)
         else:
             blocks.append(piece)
     return blocks
@@ -43,7 +44,7 @@ class BlockStream(ABC):
                 self._open = piece
                 data += self.begin_block(piece)
             elif self._open is not None:
-                self._open = Piece(piece.part, self._open.text + piece.text, piece.call, self._open.name)
+                self._open = replace(self._open, text=self._open.text + piece.text)
             data += self.continue_block(piece) if piece.text else b""
         return data + (self._end() if isinstance(event, FinishEvent) else b"")
 

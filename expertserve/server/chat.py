@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from expertserve.engine.request import Event, FinishEvent, TokenEvent, TokenLogprob
@@ -41,7 +42,7 @@ def pieces_of(event: Event, parser: AnswerParser) -> list[Piece]:
     """What an event adds to the parts of the answer."""
     if isinstance(event, TokenEvent):
         return parser.push(event.text) if event.text else []
-    return parser.push(event.text) + parser.flush() if isinstance(event, FinishEvent) else []
+    return parser.end(event.text, event.stop) if isinstance(event, FinishEvent) else []
 
 
 class ChatChunks:
@@ -113,9 +114,14 @@ def _delta(piece: Piece) -> dict[str, Any]:
     if piece.part == "call":
         call: dict[str, Any] = {"index": piece.call, "function": {"arguments": piece.text}}
         if piece.name is not None:
-            call |= {"id": call_id(), "type": "function", "function": {"name": piece.name, "arguments": piece.text}}
+            call |= _call(piece)
         return {"tool_calls": [call]}
     return {"reasoning_content" if piece.part == "reasoning" else "content": piece.text}
+
+
+def _call(piece: Piece) -> dict[str, Any]:
+    function = {"name": piece.name, "arguments": piece.text}
+    return {"id": piece.id or call_id(), "type": "function", "function": function}
 
 
 class AnswerParts:
@@ -123,13 +129,13 @@ class AnswerParts:
 
     def __init__(self) -> None:
         self.reasoning = self.content = ""
-        self.calls: list[tuple[str, str]] = []
+        self.calls: list[Piece] = []
 
     def add(self, pieces: Sequence[Piece]) -> None:
         for piece in pieces:
             if piece.part == "call":
-                name, arguments = (piece.name, "") if piece.name is not None else self.calls.pop()
-                self.calls.append((name, arguments + piece.text))
+                begun = piece if piece.name is not None else self.calls.pop()
+                self.calls.append(begun if begun is piece else replace(begun, text=begun.text + piece.text))
             elif piece.part == "reasoning":
                 self.reasoning += piece.text
             else:
@@ -141,10 +147,7 @@ class AnswerParts:
             message["reasoning_content"] = self.reasoning
         if self.calls:
             message["content"] = self.content or None
-            message["tool_calls"] = [
-                {"id": call_id(), "type": "function", "function": {"name": name, "arguments": arguments}}
-                for name, arguments in self.calls
-            ]
+            message["tool_calls"] = [_call(call) for call in self.calls]
         return message
 
 
@@ -174,7 +177,7 @@ class ChatResponse:
 
     def _choice(self, index: int, finish: FinishEvent) -> dict[str, Any]:
         parser, parts = self._parsers[index], AnswerParts()
-        parts.add(parser.push("".join(self._texts[index])) + parser.flush())
+        parts.add(parser.end("".join(self._texts[index]), finish.stop))
         content = [_content_logprob(self._names, logprob) for logprob in self._logprobs[index]]
         return {
             "index": index,

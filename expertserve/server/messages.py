@@ -7,6 +7,7 @@ tools (images, documents, tools that a server runs) is refused by name.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -199,7 +200,7 @@ def _block(piece: Piece) -> dict[str, Any]:
         arguments = json.loads(piece.text or "{}")
     except ValueError:  # the limit has cut them off
         arguments = {}
-    return {"type": "tool_use", "id": call_id(), "name": piece.name, "input": arguments}
+    return {"type": "tool_use", "id": piece.id or call_id(), "name": piece.name, "input": arguments}
 
 
 class MessageResponse(BlockTexts):
@@ -228,7 +229,7 @@ class MessageEvents(BlockStream):
         return named_event({"type": "message_start", "message": message})
 
     def begin_block(self, piece: Piece) -> bytes:
-        block = _block(Piece(piece.part, "", piece.call, piece.name))
+        block = _block(replace(piece, text=""))
         return named_event({"type": "content_block_start", "index": self.index, "content_block": block})
 
     def continue_block(self, piece: Piece) -> bytes:

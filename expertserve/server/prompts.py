@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from expertserve.engine.ports import Constraint
 from expertserve.engine.request import SamplingParams
 from expertserve.errors import RequestError
 from expertserve.server.generation import Choice
-from expertserve.server.parts import answer_form
+from expertserve.server.parts import AnswerForm, answer_form, known_effort
 from expertserve.server.protocol import ChatBody, ChatMessage, CompletionBody, GenerationBody, tools_for_template
 from expertserve.server.state import ServedModel
 from expertserve.server.structure import requested_structure
@@ -43,17 +42,17 @@ def chat_choices(
     tools = tools_for_template(body.tools) if body.tool_choice != "none" else None
     kwargs = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
-        kwargs.setdefault("reasoning_effort", body.reasoning_effort)
+        kwargs.setdefault("reasoning_effort", known_effort(body.reasoning_effort, model))
     if body.reasoning_effort == "none":
         kwargs.setdefault("enable_thinking", False)
     text, prompt = chat_prompt(model, body.messages, tools, body.add_generation_prompt is not False, kwargs)
     check_length(prompt, model, max_tokens, "messages")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     _check_logprobs(logprobs, "top_logprobs", model)
-    form = answer_form(body, model, text)
-    choices = _choices(body, model, [prompt], max_tokens, logprobs, None, form.constraint, form.stop)
+    form, parser = answer_form(body, model, text)
+    choices = _choices(body, model, [prompt], max_tokens, logprobs, None, form)
     _check_entries(choices, model, max_logprob_entries, "top_logprobs")
-    return choices, form.parser
+    return choices, parser
 
 
 def completion_choices(
@@ -71,7 +70,8 @@ def completion_choices(
     structure = requested_structure(body)
     constraint = None if structure is None else model.grammars.compile(*structure)
     prompt_logprobs = body.logprobs if body.echo else None
-    choices = _choices(body, model, prompts, max_tokens, body.logprobs, prompt_logprobs, constraint)
+    form = AnswerForm(constraint)
+    choices = _choices(body, model, prompts, max_tokens, body.logprobs, prompt_logprobs, form)
     _check_entries(choices, model, max_logprob_entries, "logprobs")
     return choices, texts
 
@@ -172,8 +172,7 @@ def _choices(
     max_tokens: int | None,
     logprobs: int | None,
     prompt_logprobs: int | None,
-    constraint: Constraint | None,
-    more_stops: tuple[str, ...] = (),
+    form: AnswerForm,
 ) -> list[Choice]:
     values: dict[str, Any] = {name: getattr(body, name) for name in _PARAMS_OF_SAME_NAME}
     if values["repeat_penalty"] is None:
@@ -188,11 +187,12 @@ def _choices(
                 **given,
                 logit_bias=bias,
                 seed=_seed(body.seed, number),
-                stop=stop + more_stops,
+                stop=stop + form.stop,
                 max_tokens=max_tokens,
                 logprobs=logprobs,
                 prompt_logprobs=prompt_logprobs,
-                constraint=constraint,
+                constraint=form.constraint,
+                marks=form.marks,
             ),
             prompt_index,
         )

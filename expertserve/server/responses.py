@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -199,7 +200,7 @@ def _usage(finish: FinishEvent) -> dict[str, Any]:
 
 def _item(piece: Piece, item_id: str, status: str) -> dict[str, Any]:
     if piece.part == "call":
-        call = {"type": "function_call", "call_id": call_id(), "name": piece.name, "arguments": piece.text}
+        call = {"type": "function_call", "call_id": piece.id or call_id(), "name": piece.name, "arguments": piece.text}
         return {"id": item_id, "status": status, **call}
     if piece.part == "reasoning":
         content = [{"type": "reasoning_text", "text": piece.text}] if piece.text else []
@@ -251,7 +252,7 @@ class ResponseEvents(BlockStream):
         return self._event("created", response=response) + self._event("in_progress", response=response)
 
     def begin_block(self, piece: Piece) -> bytes:
-        self._current = _item(Piece(piece.part, "", piece.call, piece.name), _item_id(piece), "in_progress")
+        self._current = _item(replace(piece, text=""), _item_id(piece), "in_progress")
         data = self._event("output_item.added", output_index=self.index, item=self._current)
         if piece.part == "content":
             data += self._of_item("content_part.added", content_index=0, part=_text_part(""))

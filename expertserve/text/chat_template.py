@@ -9,6 +9,7 @@ encoding adds it.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
@@ -27,6 +28,8 @@ CHATML = (
     "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}"
 )
 _KEY = "tokenizer.chat_template"
+# Templates that know the reasoning of a message by this name and not as `reasoning_content`.
+_THINKING = re.compile(r"message\.thinking|message\[.thinking.\]")
 
 
 class ChatTemplate:
@@ -99,6 +102,8 @@ class ChatTemplate:
                 self._arguments_as_objects = self._wants_objects(template)
             if self._arguments_as_objects:
                 plain = [_with_objects(message) for message in plain]
+        if _THINKING.search(self.source):
+            plain = [_with_thinking(message) for message in plain]
         prompt = self._render(template, plain, tools, add_generation_prompt, kwargs)
         bos, eos = self._added
         if eos:
@@ -124,6 +129,8 @@ class ChatTemplate:
     ) -> str:
         seen: dict[str, Any] = {f"{role}_token": text for role, text in self._special.items()}
         seen |= kwargs
+        if "enable_thinking" in kwargs:  # DeepSeek and Granite have another name for it
+            seen.setdefault("thinking", kwargs["enable_thinking"])
         seen |= {"messages": messages, "tools": tools or None, "add_generation_prompt": add_generation_prompt}
         seen |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
         try:
@@ -184,6 +191,18 @@ def _with_objects(message: Mapping[str, Any]) -> dict[str, Any]:
 
     calls = message.get("tool_calls")
     return {**message, "tool_calls": [parsed(call) for call in calls]} if isinstance(calls, list) else dict(message)
+
+
+def _with_thinking(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the message with its reasoning under the name of harmony's template, which takes no content beside it
+    where tools are called."""
+    reasoning = message.get("reasoning_content")
+    if not isinstance(reasoning, str) or not reasoning:
+        return dict(message)
+    content = message.get("content")
+    if message.get("tool_calls") and isinstance(content, str) and content:
+        return {**message, "thinking": f"{reasoning}\n{content}", "content": ""}
+    return {**message, "thinking": reasoning}
 
 
 def _raise_exception(message: str) -> None:

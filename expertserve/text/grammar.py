@@ -22,7 +22,7 @@ from expertserve.errors import ExpertServeError, RequestError
 MAX_GRAMMAR_LENGTH = 1 << 18  # characters; compiling takes up to microseconds for each
 CACHED_GRAMMARS = 32
 # The default takes white space without end, which is what small models write for ever.
-_JSON_OPTIONS: Any = {"whitespace_pattern": r"[\x20\x0A\x09]{1,20}"}
+JSON_OPTIONS: Any = {"whitespace_pattern": r"[\x20\x0A\x09]{1,20}"}
 
 GrammarKind = Literal["json_schema", "regex", "choice", "gbnf", "lark"]
 
@@ -41,10 +41,15 @@ class TokenSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GrammarSource:
-    """A grammar as it was sent: `text` is the schema's JSON, the expression, a JSON list of choices or the rules."""
+    """A grammar as it was sent: `text` is the schema's JSON, the expression, a JSON list of choices or the rules.
+
+    Attributes:
+        structure: the grammar that Lark rules call `@structure`.
+    """
 
     kind: GrammarKind
     text: str
+    structure: GrammarSource | None = None
 
 
 def schema_source(schema: Any) -> GrammarSource:
@@ -76,11 +81,7 @@ class GrammarCompiler:
             raise RequestError(f"'{param}' cannot be used: {reason}", param=param, code="invalid_grammar") from None
 
     def _compile(self, source: GrammarSource) -> Grammar:
-        if source.kind == "json_schema":
-            rules = llguidance.LLMatcher.grammar_from_json_schema(source.text, defaults=_JSON_OPTIONS)
-        else:
-            rules = llguidance.grammar_from(source.kind, source.text)
-        matcher = llguidance.LLMatcher(self._vocabulary, rules, log_level=0)
+        matcher = llguidance.LLMatcher(self._vocabulary, _rules(source), log_level=0)
         if matcher.is_error():
             raise ValueError(matcher.get_error())
         return Grammar(matcher, self._tokenizer.vocab_size)
@@ -90,6 +91,21 @@ class GrammarCompiler:
         ends = sorted(self._tokenizer.eog_ids)
         wrapped = llguidance.TokenizerWrapper(_Vocabulary(self._tokenizer, ends))
         return llguidance.LLTokenizer(wrapped, n_vocab=self._tokenizer.vocab_size, eos_token=ends)
+
+
+def _rules(source: GrammarSource) -> str:
+    """The grammar in a form that llguidance compiles."""
+    if source.structure is not None:
+        (inner,) = json.loads(_as_json(source.structure))["grammars"]
+        return json.dumps({"grammars": [{"lark_grammar": source.text}, {**inner, "name": "structure"}]})
+    if source.kind == "json_schema":
+        return llguidance.LLMatcher.grammar_from_json_schema(source.text, defaults=JSON_OPTIONS)
+    return llguidance.grammar_from(source.kind, source.text)
+
+
+def _as_json(source: GrammarSource) -> str:
+    rules = _rules(source)
+    return rules if source.kind in ("json_schema", "regex") else json.dumps({"grammars": [{"lark_grammar": rules}]})
 
 
 class _Vocabulary:
@@ -151,52 +167,3 @@ class GrammarState:
         if self._matcher.is_error():
             reason = " ".join(self._matcher.get_error().split())[:300]
             raise ExpertServeError(f"the grammar of the answer cannot be followed: {reason}")
-
-
-class AfterReasoning:
-    """A grammar that begins where the model's reasoning ends.
-
-    Args:
-        opens, closes: tokens around the reasoning.
-        opened: the prompt has opened it; otherwise the model may, with its first token.
-        ends: tokens that end the text, which cannot end inside the reasoning.
-    """
-
-    def __init__(self, grammar: Grammar, opens: int, closes: int, opened: bool, ends: Collection[int]) -> None:
-        self._grammar = grammar
-        self._opens, self._closes, self._opened = opens, closes, opened
-        self._ends = list(ends)
-
-    def start(self) -> AfterReasoningState:
-        return AfterReasoningState(self._grammar.start(), self._opens, self._closes, self._opened, self._ends)
-
-
-class AfterReasoningState:
-    """As GrammarState, of a text whose reasoning is free."""
-
-    def __init__(self, state: GrammarState, opens: int, closes: int, opened: bool, ends: list[int]) -> None:
-        self._state = state
-        self._opens, self._closes, self._ends = opens, closes, ends
-        self._reasoning, self._may_open = opened, not opened
-
-    @property
-    def ended(self) -> bool:
-        return not self._reasoning and self._state.ended
-
-    def mask(self) -> NDArray[np.bool_]:
-        mask = self._state.mask()
-        if self._reasoning:
-            mask[:] = True
-            mask[self._ends] = False
-        elif self._may_open:
-            mask[self._opens] = True
-        return mask
-
-    def accept(self, token_id: int) -> None:
-        if self._reasoning:
-            self._reasoning = token_id != self._closes
-        elif self._may_open and token_id == self._opens:
-            self._reasoning = True
-        else:
-            self._state.accept(token_id)
-        self._may_open = False

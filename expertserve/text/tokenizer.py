@@ -8,13 +8,13 @@ tokenizer is immutable but for its caches, which are safe to share between threa
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from expertserve.errors import RequestError
 from expertserve.text.byte_pairs import BytePairEncoder, byte_alphabet
 from expertserve.text.sentencepiece import ScoreMerger
 from expertserve.text.special_tokens import SpecialTokens
-from expertserve.text.stream import StreamDecoder
+from expertserve.text.stream import NO_MARKS, StreamDecoder
 from expertserve.text.vocabulary import SPECIAL, MetadataSource, TokenKind, Vocabulary, read_vocabulary
 
 _SURROGATES = re.compile("[\ud800-\udfff]")
@@ -108,9 +108,14 @@ class Tokenizer:
             pieces = [bytes_of(id_) for id_ in ids]
         return b"".join(pieces).decode("utf-8", "replace")
 
-    def stream(self, *, skip_special: bool = True) -> StreamDecoder:
-        """Returns a decoder for tokens as they are generated."""
-        return StreamDecoder(self._shown if skip_special else self.token_bytes)
+    def stream(self, *, skip_special: bool = True, marks: Mapping[int, str] = NO_MARKS) -> StreamDecoder:
+        """Returns a decoder for tokens as they are generated; `marks` as in StreamDecoder."""
+        return StreamDecoder(self._shown if skip_special else self.token_bytes, marks)
+
+    def special_id(self, text: str) -> int | None:
+        """Returns the id of the special token spelt so, or None where there is none."""
+        id_ = self._vocabulary.ids.get(text)
+        return id_ if id_ is not None and self._vocabulary.kinds[id_] in SPECIAL else None
 
     def token_bytes(self, id: int) -> bytes:
         """Returns exactly the bytes a token stands for; they need not be whole characters."""

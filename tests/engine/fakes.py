@@ -224,7 +224,7 @@ class PieceTokenizer:
         self.pieces[-1] = b"<end>"
         self.eog_ids = frozenset({vocab_size - 1})
 
-    def stream(self) -> PieceStream:
+    def stream(self, *, marks: object = None) -> PieceStream:
         return PieceStream(self.pieces)
 
 

@@ -6,7 +6,6 @@ tokenizer's tokens are single bytes, so half of what the model says is no UTF-8:
 
 from __future__ import annotations
 
-import codecs
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -19,6 +18,7 @@ from expertserve.errors import RequestError
 from expertserve.models.batch import Batch
 from expertserve.server.state import ServedModel
 from expertserve.text.grammar import GrammarCompiler
+from expertserve.text.stream import NO_MARKS, StreamDecoder
 from tests.engine.fakes import Expected, HashForward, Oracle
 
 BOS, EOS, VOCAB = 256, 257, 258
@@ -26,18 +26,6 @@ CONTEXT = 512
 MODEL = "hash-moe"
 _DECODE = {"hits": 7, "rows": 0, "computing_s": 0.0, "stalled_s": 0.0, "lane_s": 0.0}
 STREAM = {"hits": 7, "misses": 0, "bytes": 0, "read_mode": "none", "about": {"slots": 3}, "phases": {"decode": _DECODE}}
-
-
-class ByteStream:
-    def __init__(self, tokenizer: ByteTokenizer, skip_special: bool) -> None:
-        self._bytes_of = tokenizer.shown if skip_special else tokenizer.token_bytes
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def push(self, token_id: int) -> str:
-        return self._decoder.decode(self._bytes_of(token_id))
-
-    def flush(self) -> str:
-        return self._decoder.decode(b"", True)
 
 
 class ByteTokenizer:
@@ -61,13 +49,16 @@ class ByteTokenizer:
         return self.token_bytes(id).decode("utf-8", "replace")
 
     def is_special(self, id: int) -> bool:
-        return id >= 256
+        return id in (BOS, EOS)
 
     def shown(self, id: int) -> bytes:
-        return self.token_bytes(id) if id < 256 else b""
+        return b"" if self.is_special(id) else self.token_bytes(id)
 
-    def stream(self, *, skip_special: bool = True) -> ByteStream:
-        return ByteStream(self, skip_special)
+    def special_id(self, text: str) -> int | None:
+        return {"<s>": BOS, "</s>": EOS}.get(text)
+
+    def stream(self, *, skip_special: bool = True, marks: Mapping[int, str] = NO_MARKS) -> StreamDecoder:
+        return StreamDecoder(self.shown if skip_special else self.token_bytes, marks)
 
 
 class PlainTemplate:
@@ -95,12 +86,19 @@ def _text(content: Any) -> str:
 class World:
     """Engine, model and what they should say."""
 
-    def __init__(self, context: int = CONTEXT, template: PlainTemplate | None = None) -> None:
+    def __init__(
+        self,
+        context: int = CONTEXT,
+        template: PlainTemplate | None = None,
+        tokenizer: ByteTokenizer | None = None,
+        forward: type[HashForward] = HashForward,
+    ) -> None:
         self.template = template or PlainTemplate()
-        self.tokenizer = ByteTokenizer()
-        self.forward = HashForward(vocab_size=VOCAB, max_rows=64, kv_cells=4096, context_length=context)
+        self.tokenizer = tokenizer or ByteTokenizer()
+        vocab_size = self.tokenizer.vocab_size
+        self.forward = forward(vocab_size=vocab_size, max_rows=64, kv_cells=4096, context_length=context)
         self.engine = Engine(self.forward, self.tokenizer, parallel=8, context=context, chunk=48)
-        self.oracle = Oracle(self.tokenizer, context, VOCAB)  # type: ignore[arg-type]
+        self.oracle = Oracle(self.tokenizer, context, vocab_size)  # type: ignore[arg-type]
         self.engine.start()
 
     def served(self) -> ServedModel:

@@ -12,7 +12,7 @@ import pytest
 from expertserve.engine.request import SamplingParams
 from expertserve.engine.sampler import Sampler
 from expertserve.errors import RequestError
-from expertserve.text.grammar import AfterReasoning, Grammar, GrammarCompiler, GrammarSource, schema_source
+from expertserve.text.grammar import Grammar, GrammarCompiler, GrammarSource, schema_source
 from tests.server.hash_world import EOS, VOCAB, ByteTokenizer
 
 COMPILER = GrammarCompiler(ByteTokenizer())
@@ -33,6 +33,16 @@ def random_text(grammar: Grammar, seed: int, limit: int = 4000) -> str:
             break
         tokens.append(token)
     return bytes(tokens).decode()
+
+
+def follows(grammar: Grammar, tokens: str | list[int]) -> bool:
+    """Whether a text, or tokens, are of the grammar and may end there."""
+    state = grammar.start()
+    for token in tokens.encode() if isinstance(tokens, str) else tokens:
+        if state.ended or not state.mask()[token]:
+            return False
+        state.accept(token)
+    return state.ended or bool(state.mask()[EOS])
 
 
 def random_schema(rng: np.random.Generator, depth: int = 0) -> dict[str, Any]:
@@ -127,19 +137,15 @@ def test_what_cannot_be_compiled_is_refused_in_one_line(source: GrammarSource) -
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
 
 
-def test_reasoning_is_free_and_the_grammar_begins_after_it() -> None:
-    yes = COMPILER.compile(GrammarSource("choice", '["yes"]'), "grammar")
-    opens, closes = ord("<"), ord(">")
-
-    def follow(text: str, opened: bool) -> bool:
-        state = AfterReasoning(yes, opens, closes, opened, [EOS]).start()
-        for byte in text.encode():
-            if not state.mask()[byte]:
-                return False
-            state.accept(byte)
-        return state.ended
-
-    assert follow("<any thing at all>yes", opened=False) and follow("yes", opened=False)
-    assert follow("any thing <>yes", opened=True)
-    assert not follow("yes", opened=True) and not follow("<a>no", opened=False) and not follow("<a><", opened=False)
-    assert not AfterReasoning(yes, opens, closes, True, [EOS]).start().mask()[EOS]
+@pytest.mark.parametrize(
+    ("structure", "text"),
+    [
+        (GrammarSource("choice", '["yes", "no"]'), "yes"),
+        (GrammarSource("regex", "[a-f]+/x"), "abc/x"),
+        (GrammarSource("gbnf", 'root ::= "x" tail\ntail ::= "1" | "2"'), "x2"),
+        (schema_source({"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}), '{"a": 1}'),
+    ],
+)
+def test_a_grammar_may_be_a_part_of_another(structure: GrammarSource, text: str) -> None:
+    grammar = COMPILER.compile(GrammarSource("lark", 'start: "<" @structure ">"', structure), "grammar")
+    assert follows(grammar, f"<{text}>") and not follows(grammar, text) and not follows(grammar, f"<{text}!>")
