@@ -1,8 +1,8 @@
 """`expertserve run`: one answer, or a chat on a terminal.
 
-Owns what goes to standard output (the answer's text alone, as it comes) and the summary on standard error. It holds the
-chat's messages; the engine finds by itself how much of the next prompt it has already computed. Ctrl-C ends an answer
-in a chat, and the process otherwise.
+Owns what goes to standard output (the answer's text alone, as it comes) and to standard error (the reasoning before it,
+and the summary). It holds the chat's messages; the engine finds by itself how much of the next prompt it has already
+computed. Ctrl-C ends an answer in a chat, and the process otherwise.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from expertserve.engine.request import FinishEvent, SamplingParams, TokenEvent
 from expertserve.engine.waiting import events
 from expertserve.errors import ConfigError
 from expertserve.experts.stats import ExpertStats
+from expertserve.text.answer import Piece
+from expertserve.text.dialect import dialect_of
+from expertserve.text.dialects.dialect import Dialect
 
 
 @dataclasses.dataclass(slots=True)
@@ -54,15 +57,19 @@ def _rate(tokens: int, seconds: float) -> str:
 
 
 class Conversation:
-    """Prompts in, streamed text out, on one model."""
+    """Prompts in, streamed text out, on one model; reasoning goes to `aside`."""
 
-    def __init__(self, model: LoadedModel, settings: Settings, out: TextIO) -> None:
+    def __init__(self, model: LoadedModel, settings: Settings, out: TextIO, aside: TextIO) -> None:
         self.totals = Totals()
         self._model = model
-        self._out = out
+        self._out, self._aside = out, aside
         self._template = None if settings.raw else model.template
+        self._dialect: Dialect | None = None
         named = {field.name for field in dataclasses.fields(SamplingParams)} & SETTINGS.keys()
         self._params = SamplingParams(**{name: getattr(settings, name) for name in named})
+        if self._template is not None:
+            self._dialect = dialect_of(self._template.source, model.tokenizer.special_id)
+            self._params = dataclasses.replace(self._params, marks=self._dialect.marks.tokens)
         self._messages: list[dict[str, Any]] = []
         if settings.system is not None and self._template is not None:
             self._messages.append({"role": "system", "content": settings.system})
@@ -70,25 +77,48 @@ class Conversation:
     def answer(self, prompt: str) -> None:
         """Streams the answer to `prompt`; both become part of what the next answer sees."""
         said = {"role": "user", "content": prompt}
-        ids = self._encode([*self._messages, said], prompt)
-        parts: list[str] = []
+        text = prompt if self._template is None else self._template.render([*self._messages, said])
+        ids = self._model.tokenizer.encode(text, parse_special=self._template is not None)
+        answer = _Answer(self._dialect, text, self._out, self._aside)
         try:
             with closing(events(self._model.engine, ids, self._params)) as stream:
                 for event in stream:
                     if isinstance(event, TokenEvent | FinishEvent):
-                        parts.append(event.text)
-                        self._out.write(event.text)
-                        self._out.flush()
+                        answer.add(event.text, isinstance(event, FinishEvent))
                     if isinstance(event, FinishEvent):
                         self.totals.add(event)
         finally:  # an answer that was stopped half way has been read, so the chat goes on from there
-            self._messages += [said, {"role": "assistant", "content": "".join(parts)}]
+            self._messages += [said, answer.message]
 
-    def _encode(self, messages: list[dict[str, Any]], prompt: str) -> list[int]:
-        tokenizer = self._model.tokenizer
-        if self._template is None:
-            return tokenizer.encode(prompt)
-        return tokenizer.encode(self._template.render(messages), parse_special=True)
+
+class _Answer:
+    """An answer as it comes: written out, and kept as the message it becomes."""
+
+    def __init__(self, dialect: Dialect | None, prompt: str, out: TextIO, aside: TextIO) -> None:
+        self._parser = None if dialect is None else dialect.parser({}, opened=dialect.opened(prompt))
+        self._out, self._aside = out, aside
+        self._reasons = False
+        self.message: dict[str, Any] = {"role": "assistant", "content": ""}
+
+    def add(self, text: str, final: bool) -> None:
+        if self._parser is None:
+            pieces = [Piece("content", text)] if text else []
+        else:
+            pieces = self._parser.push(text) + (self._parser.flush() if final else [])
+        for piece in pieces:
+            if piece.part == "reasoning":
+                self._reasons = True
+                self.message["reasoning_content"] = self.message.get("reasoning_content", "") + piece.text
+                self._aside.write(piece.text)
+                self._aside.flush()
+                continue
+            self.message["content"] += piece.text
+            if self._reasons:
+                self._reasons = False
+                self._aside.write("\n\n")
+                self._aside.flush()
+            self._out.write(piece.text)
+            self._out.flush()
 
 
 def run(settings: Settings, stats: ExpertStats, prompt: str | None) -> int:
@@ -99,7 +129,7 @@ def run(settings: Settings, stats: ExpertStats, prompt: str | None) -> int:
     if prompt is not None and not prompt.strip():
         raise ConfigError("the prompt is empty: give it with --prompt or on standard input")
     with closing(load_model(dataclasses.replace(settings, parallel=1), stats)) as model:
-        conversation = Conversation(model, settings, sys.stdout)
+        conversation = Conversation(model, settings, sys.stdout, sys.stderr)
         try:
             if prompt is None:
                 _chat(conversation)

@@ -44,6 +44,11 @@ class FakeEngine:
 
 
 class FakeText:
+    source = "<think></think>"
+
+    def special_id(self, text: str) -> int | None:
+        return None
+
     def encode(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
         return [ord(letter) for letter in text]
 
@@ -63,7 +68,7 @@ class FakeModel:
 
 def conversation(engine: FakeEngine, **settings: Any) -> tuple[Conversation, FakeModel, io.StringIO]:
     model, out = FakeModel(engine), io.StringIO()
-    return Conversation(model, Settings(**settings), out), model, out  # type: ignore[arg-type]
+    return Conversation(model, Settings(**settings), out, io.StringIO()), model, out  # type: ignore[arg-type]
 
 
 def test_an_answer_becomes_part_of_the_next_prompt() -> None:
@@ -72,6 +77,16 @@ def test_an_answer_becomes_part_of_the_next_prompt() -> None:
     talk.answer("more")
     assert out.getvalue() == "one two!" * 2
     assert model.prompts()[1] == "<system>be brief<user>hi<assistant>one two!<user>more"
+
+
+def test_reasoning_goes_aside_and_is_kept_apart() -> None:
+    engine = FakeEngine(words=["<thi", "nk>Hm", ".</think>\n", "Yes"])
+    model, out, aside = FakeModel(engine), io.StringIO(), io.StringIO()
+    talk = Conversation(model, Settings(), out, aside)  # type: ignore[arg-type]
+    talk.answer("hi")
+    assert (out.getvalue(), aside.getvalue()) == ("Yes!", "Hm.\n\n")
+    talk.answer("more")
+    assert model.prompts()[1] == "<user>hi<assistant>Yes!<user>more"
 
 
 def test_raw_gives_the_prompt_as_it_is() -> None:
@@ -121,7 +136,7 @@ def test_interrupted_answer_is_cancelled_and_the_chat_goes_on_from_what_was_read
 ) -> None:
     engine = FakeEngine(hangs=True)
     model = FakeModel(engine)
-    talk = Conversation(model, Settings(), Interrupting())  # type: ignore[arg-type]
+    talk = Conversation(model, Settings(), Interrupting(), io.StringIO())  # type: ignore[arg-type]
     lines = iter(["first", "  ", "second"])
 
     def line(_: str) -> str:

@@ -29,7 +29,7 @@ CHATML = (
 )
 _KEY = "tokenizer.chat_template"
 # Templates that know the reasoning of a message by this name and not as `reasoning_content`.
-_THINKING = re.compile(r"message\.thinking|message\[.thinking.\]")
+_THINKING = re.compile(r"\w\.thinking\b|\[.thinking.\]")
 
 
 class ChatTemplate:
@@ -103,7 +103,8 @@ class ChatTemplate:
             if self._arguments_as_objects:
                 plain = [_with_objects(message) for message in plain]
         if _THINKING.search(self.source):
-            plain = [_with_thinking(message) for message in plain]
+            alone = "<|channel|>" in self.source
+            plain = [_with_thinking(message, alone) for message in plain]
         prompt = self._render(template, plain, tools, add_generation_prompt, kwargs)
         bos, eos = self._added
         if eos:
@@ -142,21 +143,24 @@ class ChatTemplate:
             raise RequestError(f"chat template: {_line(error)}", param="messages") from None
 
     def _wants_objects(self, template: jinja2.Template) -> bool:
-        """Returns whether arguments of tool calls show as JSON only when they are given as an object.
+        """Returns whether arguments of tool calls show as the model writes them only when they are given as an object.
 
-        OpenAI's messages carry them as a string; some templates print that, others print an object as JSON.
+        OpenAI's messages carry them as a string. Some templates print that, others print an object as JSON, or its
+        entries in a form of their own.
         """
 
-        def shows(arguments: Any) -> bool:
+        def shown(arguments: Any) -> str:
             call = {"type": "function", "id": "call00000", "function": {"name": "probe", "arguments": arguments}}
             turn = {"role": "assistant", "content": "", "tool_calls": [call]}
             try:
-                prompt = self._render(template, [{"role": "user", "content": "x"}, turn], None, False, {})
+                return self._render(template, [{"role": "user", "content": "x"}, turn], None, False, {})
             except RequestError:
-                return False
-            return '"needle":' in prompt
+                return ""
 
-        return not shows('{"needle": 1}') and shows({"needle": 1})
+        as_object = shown({"needle": 1})
+        if "needle" not in as_object or "'needle'" in as_object:  # refused, or printed as Python does
+            return False
+        return '"needle":' not in as_object or '"needle":' not in shown('{"needle": 1}')
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -193,14 +197,14 @@ def _with_objects(message: Mapping[str, Any]) -> dict[str, Any]:
     return {**message, "tool_calls": [parsed(call) for call in calls]} if isinstance(calls, list) else dict(message)
 
 
-def _with_thinking(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the message with its reasoning under the name of harmony's template, which takes no content beside it
-    where tools are called."""
+def _with_thinking(message: Mapping[str, Any], alone: bool) -> dict[str, Any]:
+    """Returns the message with its reasoning under another name; `alone`: a call of tools takes no content beside it,
+    as in harmony's template, so that what there is goes into the reasoning."""
     reasoning = message.get("reasoning_content")
     if not isinstance(reasoning, str) or not reasoning:
         return dict(message)
     content = message.get("content")
-    if message.get("tool_calls") and isinstance(content, str) and content:
+    if alone and message.get("tool_calls") and isinstance(content, str) and content:
         return {**message, "thinking": f"{reasoning}\n{content}", "content": ""}
     return {**message, "thinking": reasoning}
 

@@ -1,7 +1,8 @@
 """Which dialect a chat template speaks.
 
-Owns telling it from the marks in the template's source; the names of models and architectures are not looked at. A
-template that names no marks of calls gets the commonest ones, which forced calls use.
+Owns telling it from the marks in the template's source, or, where that names none, from the vocabulary's special
+tokens; the names of models and architectures are not looked at. Where nothing tells, calls are written in the
+commonest way, which forced calls use.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ _CALLS: tuple[tuple[tuple[str, ...], Calls], ...] = (
     (("<\uff5ctool\u2581sep\uff5c>",), DEEPSEEK_V31),
     (("<|tool_call_begin|>",), KIMI),
     (("<|tool_call_start|>",), LFM),
+    (("<|tool_list_start|>",), LFM),
     (("[TOOL_CALLS]", "[ARGS]"), MISTRAL_V11),
     (("[TOOL_CALLS]",), MISTRAL),
     (("<|tool_call>", "<tool_call|>"), GEMMA),
@@ -48,8 +50,8 @@ _CALLS: tuple[tuple[tuple[str, ...], Calls], ...] = (
     (("<tool_calls>",), HUNYUAN),
     (("<function=",), QWEN_CODER),
     (("<arg_key>",), GLM),
+    (("<tool_call>",), HERMES),
     (("<|python_start|>",), LLAMA_4),
-    ((), HERMES),
 )
 _CONTENT = (("<answer>", "</answer>"), ("<response>", "</response>"))
 
@@ -58,9 +60,13 @@ def dialect_of(template: str, special_id: Callable[[str], int | None]) -> Dialec
     """The dialect that a chat template's source speaks, in the vocabulary whose special tokens `special_id` knows."""
     if all(mark in template for mark in ("<|start|>", "<|channel|>", "<|message|>")):
         return HarmonyDialect(Marks(SPELLINGS, special_id))
-    calls = next(calls for marks, calls in _CALLS if all(mark in template for mark in marks))
+    calls = _calls(template.__contains__) or _calls(lambda mark: special_id(mark) is not None) or HERMES
     around = _around(template)
     return SectionDialect(around, calls, Marks(around.spellings + calls.spellings, special_id))
+
+
+def _calls(has: Callable[[str], bool]) -> Calls | None:
+    return next((calls for marks, calls in _CALLS if all(map(has, marks))), None)
 
 
 def _around(template: str) -> Around:

@@ -273,9 +273,14 @@ def _value(text: str) -> Any:
         return _json_value(text)
     except ValueError:
         pass
-    try:
-        value = ast.literal_eval(text.strip())
-        json.dumps(value, allow_nan=False)
-    except (SyntaxError, TypeError, MemoryError, RecursionError) as error:
-        raise ValueError(text) from error
-    return value
+    for literal in (
+        text.strip(),
+        text.strip().replace("\n", "\\n"),
+    ):  # templates leave line ends in strings as they are
+        try:
+            value = ast.literal_eval(literal)
+            json.dumps(value, allow_nan=False)
+        except (SyntaxError, TypeError, ValueError, MemoryError, RecursionError):
+            continue
+        return value
+    raise ValueError(text)
