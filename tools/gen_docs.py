@@ -1,4 +1,4 @@
-"""Writes what the documents take from the program: help texts, settings, families of models.
+"""Writes what the documents take from the program: help texts, settings, families of models, dialects.
 
 Generated text stands between two marker lines and everything outside them is left alone. `--check` writes nothing and
 exits with 1 where a document differs; `make docs` runs it without.
@@ -6,6 +6,7 @@ exits with 1 where a document differs; `make docs` runs it without.
 
 from __future__ import annotations
 
+import html
 import inspect
 import os
 import subprocess
@@ -15,6 +16,7 @@ from pathlib import Path
 from expertserve.config import SETTINGS
 from expertserve.declare import COMMANDS
 from expertserve.models.registry import architectures
+from expertserve.text.dialect import CALLS, HARMONY
 
 ROOT = Path(__file__).resolve().parents[1]
 LAB = ("plan", "trace stats", "trace replay", "trace plot")
@@ -61,7 +63,23 @@ def models_table() -> str:
     return "\n".join(rows)
 
 
-GENERATED = {"docs/USAGE.md": help_texts, "docs/ENVIRONMENT.md": settings_table, "docs/MODELS.md": models_table}
+def dialects_table() -> str:
+    """One row a dialect: the marks that tell it, and who speaks it."""
+    rows = ["| marks in the template | models |", "|---|---|", f"| {_marks(HARMONY)} | gpt-oss (harmony) |"]
+    return "\n".join([*rows, *(f"| {_marks(told.marks)} | {told.models} |" for told in CALLS)])
+
+
+def _marks(marks: tuple[str, ...]) -> str:
+    shown = (html.escape(mark).replace("|", "&#124;").replace("`", "&#96;") for mark in marks)
+    return ", ".join(f"<code>{mark}</code>" for mark in shown)
+
+
+GENERATED = {
+    "docs/USAGE.md": help_texts,
+    "docs/ENVIRONMENT.md": settings_table,
+    "docs/MODELS.md": models_table,
+    "docs/DIALECTS.md": dialects_table,
+}
 
 
 def with_generated(text: str, generated: str) -> str:

@@ -95,6 +95,11 @@ class AnswerParser:
 
 def safe_length(text: str, marks: tuple[str, ...]) -> int:
     """How much of the text can be no part of a mark, nor of the white space before one."""
-    begun = (at for mark in marks for at in range(max(0, len(text) - len(mark) + 1), len(text))
-             if mark.startswith(text[at:]))  # fmt: skip
-    return len(text[: min(begun, default=len(text))].rstrip())
+    safe = len(text)
+    for mark in marks:
+        at = text.find(mark[0], max(0, len(text) - len(mark) + 1))
+        while 0 <= at < safe:
+            if mark.startswith(text[at:]):
+                safe = at
+            at = text.find(mark[0], at + 1)
+    return len(text[:safe].rstrip())

@@ -8,6 +8,7 @@ commonest way, which forced calls use.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from expertserve.text.dialects.dialect import Around, Calls, Dialect, Either, SectionDialect
 from expertserve.text.dialects.gemma_calls import GEMMA
@@ -34,31 +35,42 @@ GEMMA_THOUGHT = Around(("<|channel>thought\n", "<channel|>"), spellings=("<|chan
 LFM = Either(LFM_PYTHONIC, LFM_JSON)
 LLAMA_4 = Either(LLAMA, LLAMA_PYTHONIC)
 
-# Marks that a template has, all of them, and the calls they tell; the first that fits counts.
-_CALLS: tuple[tuple[tuple[str, ...], Calls], ...] = (
-    (("<minimax:tool_call>",), MINIMAX),
-    (("<\uff5ctool\u2581sep\uff5c>", "```json"), DEEPSEEK_V3),
-    (("<\uff5ctool\u2581sep\uff5c>",), DEEPSEEK_V31),
-    (("<|tool_call_begin|>",), KIMI),
-    (("<|tool_call_start|>",), LFM),
-    (("<|tool_list_start|>",), LFM),
-    (("[TOOL_CALLS]", "[ARGS]"), MISTRAL_V11),
-    (("[TOOL_CALLS]",), MISTRAL),
-    (("<|tool_call>", "<tool_call|>"), GEMMA),
-    (("<|tool_call|>", "<|/tool_call|>"), PHI),
-    (("<|tool_call|>",), GRANITE),
-    (("<tool_calls>",), HUNYUAN),
-    (("<function=",), QWEN_CODER),
-    (("<arg_key>",), GLM),
-    (("<tool_call>",), HERMES),
-    (("<|python_start|>",), LLAMA_4),
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """Calls, and the marks that tell them, all of them; `models` are those that write so, for the documents."""
+
+    marks: tuple[str, ...]
+    calls: Calls
+    models: str
+
+
+# The first that fits counts.
+CALLS = (
+    Told(("<minimax:tool_call>",), MINIMAX, "MiniMax-M2"),
+    Told(("<\uff5ctool\u2581sep\uff5c>", "```json"), DEEPSEEK_V3, "DeepSeek-V3 and R1"),
+    Told(("<\uff5ctool\u2581sep\uff5c>",), DEEPSEEK_V31, "DeepSeek-V3.1"),
+    Told(("<|tool_call_begin|>",), KIMI, "Kimi-K2"),
+    Told(("<|tool_call_start|>",), LFM, "LFM2 and LFM2.5, in Python's form or JSON"),
+    Told(("<|tool_list_start|>",), LFM, "LFM2, older templates"),
+    Told(("[TOOL_CALLS]", "[ARGS]"), MISTRAL_V11, "Mistral's since their tokenizer v11"),
+    Told(("[TOOL_CALLS]",), MISTRAL, "Mixtral and older ones of Mistral"),
+    Told(("<|tool_call>", "<tool_call|>"), GEMMA, "Gemma 4"),
+    Told(("<|tool_call|>", "<|/tool_call|>"), PHI, "Phi-4"),
+    Told(("<|tool_call|>",), GRANITE, "Granite 3"),
+    Told(("<tool_calls>",), HUNYUAN, "Hunyuan-A13B"),
+    Told(("<function=",), QWEN_CODER, "Qwen3-Coder, Qwen3.5"),
+    Told(("<arg_key>",), GLM, "GLM-4.5, GLM-4.6, GLM-4.7"),
+    Told(("<tool_call>",), HERMES, "Hermes, Qwen2 to Qwen3, Granite 4, ERNIE 4.5, Ling"),
+    Told(("<|python_start|>",), LLAMA_4, "Llama 4, JSON or in Python's form"),
 )
+HARMONY = ("<|start|>", "<|channel|>", "<|message|>")
 _CONTENT = (("<answer>", "</answer>"), ("<response>", "</response>"))
 
 
 def dialect_of(template: str, special_id: Callable[[str], int | None]) -> Dialect:
     """The dialect that a chat template's source speaks, in the vocabulary whose special tokens `special_id` knows."""
-    if all(mark in template for mark in ("<|start|>", "<|channel|>", "<|message|>")):
+    if all(mark in template for mark in HARMONY):
         return HarmonyDialect(Marks(SPELLINGS, special_id))
     calls = _calls(template.__contains__) or _calls(lambda mark: special_id(mark) is not None) or HERMES
     around = _around(template)
@@ -66,7 +78,7 @@ def dialect_of(template: str, special_id: Callable[[str], int | None]) -> Dialec
 
 
 def _calls(has: Callable[[str], bool]) -> Calls | None:
-    return next((calls for marks, calls in _CALLS if all(map(has, marks))), None)
+    return next((told.calls for told in CALLS if all(map(has, told.marks))), None)
 
 
 def _around(template: str) -> Around:

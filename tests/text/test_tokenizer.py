@@ -82,6 +82,18 @@ def test_an_unfinished_character_shows_as_one_replacement_when_the_stream_ends()
     assert [stream.push(id_) for id_ in emoji] == ["", "", "", "\U0001f995"]
 
 
+def test_tokens_that_are_marks_are_told_from_the_same_letters() -> None:
+    tokenizer = TOKENIZERS["by score"]
+    eos = tokenizer.special_id(tokenizer.special_texts["eos"])
+    assert eos == tokenizer.eos_id is not None and tokenizer.special_id("Hello") is None
+    spelt = [3 + byte for byte in "\ufdd0</s>".encode()]
+    stream = tokenizer.stream(marks={eos: "</s>"})
+    assert "".join(map(stream.push, [*spelt, eos, 3 + 0xC3])) == "\ufffd</s>\ufdd0</s>"
+    assert stream.push(eos) == "\ufffd\ufdd0</s>" and stream.flush() == ""
+    plain = tokenizer.stream()
+    assert "".join(map(plain.push, [*spelt, eos])) == "\ufdd0</s>"
+
+
 def test_a_generated_text_keeps_the_space_it_starts_with() -> None:
     tokenizer = TOKENIZERS["by score"]
     ids = tokenizer.encode("Hello", add_special=False)

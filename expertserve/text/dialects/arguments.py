@@ -157,20 +157,51 @@ class ListedValues(_NamedValues):
         self._name_and = re.compile(rf"\s*(?:{quote})?(\w[\w.-]*)(?:{quote})?\s*{assign}\s*")
         self._quotes = quotes
         self._close = close
+        self._seen = self._depth = 0  # what was looked at of the text that is left, and the brackets open there
+        self._within: str | None = None
 
     def read(self, text: str, final: bool) -> Read:
-        out, at = "", 0
-        while (end := _value_end(text, at, self._quotes, self._close)) is not None:
-            argument = text[at:end]
+        out, start = "", 0
+        while (end := self._find_end(text, start, final)) is not None:
+            argument = text[start:end]
             begin = self._name_and.match(argument)
             if begin:
                 out += self._named(begin[1]) + self.value(argument[begin.end() :].strip())
             elif argument.strip():  # no argument at all: it is left to be shown
-                return Read(out + self._end(), at, True)
-            at = end + 1
+                return Read(out + self._end(), start, True)
+            start = end + 1
             if text[end] == self._close:
-                return Read(out + self._end(), at, True)
-        return Read(out + self._cut_off(text[at:]), len(text), True) if final else Read(out, at)
+                return Read(out + self._end(), start, True)
+        if final:
+            return Read(out + self._cut_off(text[start:]), len(text), True)
+        self._seen -= start
+        return Read(out, start)
+
+    def _find_end(self, text: str, start: int, final: bool) -> int | None:
+        """Where the argument ends that begins at `start`: at a comma or at what closes all of them."""
+        at = max(self._seen, start)
+        # A quote or an escape may be cut in two, so its beginning waits for the rest.
+        last = len(text) if final else len(text) - max(map(len, self._quotes)) + 1
+        while at < last:
+            quote = next((quote for quote in self._quotes if text.startswith(quote, at)), None)
+            char = text[at]
+            if self._within is not None:
+                if char == "\\" and len(self._within) == 1:
+                    at += 1
+                elif quote == self._within:
+                    self._within = None
+                    at += len(quote) - 1
+            elif quote is not None:
+                self._within = quote
+                at += len(quote) - 1
+            elif self._depth == 0 and char in ("," + self._close):
+                self._seen = at + 1
+                return at
+            else:
+                self._depth += (char in "([{") - (char in ")]}")
+            at += 1
+        self._seen = at
+        return None
 
     def _cut_off(self, rest: str) -> str:
         """What there is of an argument that has no end, as JSON that has none either."""
@@ -188,34 +219,6 @@ class ListedValues(_NamedValues):
             return _quoted(_value(text))
         except ValueError:
             return _quoted(text)
-
-
-def _value_end(text: str, start: int, quotes: tuple[str, ...], close: str) -> int | None:
-    """Where the value ends that `start` is in: at a comma or at what closes all of them."""
-    at, depth = start, 0
-    while at < len(text):
-        quote = next((quote for quote in quotes if text.startswith(quote, at)), None)
-        if quote is not None:
-            end = _string_end(text, at + len(quote), quote)
-            if end is None:
-                return None
-            at = end
-            continue
-        char = text[at]
-        if depth == 0 and char in ("," + close):
-            return at
-        depth += (char in "([{") - (char in ")]}")
-        at += 1
-    return None
-
-
-def _string_end(text: str, at: int, quote: str) -> int | None:
-    """After the quote that ends a string."""
-    while at < len(text):
-        if text.startswith(quote, at):
-            return at + len(quote)
-        at += 2 if text[at] == "\\" and len(quote) == 1 else 1
-    return None
 
 
 def _quoted(value: Any) -> str:
