@@ -162,7 +162,12 @@ def _stop_reason(finish: FinishEvent, parser: AnswerParser) -> str:
         return "max_tokens"
     if parser.calls:
         return "tool_use"
-    return "end_turn" if finish.stop is None else "stop_sequence"
+    return "end_turn" if _stop_sequence(finish, parser) is None else "stop_sequence"
+
+
+def _stop_sequence(finish: FinishEvent, parser: AnswerParser) -> str | None:
+    """The string of the request's own that ended the text."""
+    return None if finish.stop == parser.stop else finish.stop
 
 
 def _message(
@@ -175,7 +180,7 @@ def _message(
         "model": envelope.model.names[0],
         "content": content,
         "stop_reason": None if finish is None else _stop_reason(finish, parser),
-        "stop_sequence": None if finish is None else finish.stop,
+        "stop_sequence": None if finish is None else _stop_sequence(finish, parser),
         "usage": {"input_tokens": 0, "output_tokens": 0} if finish is None else _usage(finish),
     }
 
@@ -246,7 +251,7 @@ class MessageEvents(BlockStream):
 
     def closing(self, generation: Generation) -> bytes:
         finish = generation.finished[0]
-        delta = {"stop_reason": _stop_reason(finish, self.parser), "stop_sequence": finish.stop}
+        delta = {"stop_reason": _stop_reason(finish, self.parser), "stop_sequence": _stop_sequence(finish, self.parser)}
         end = named_event({"type": "message_delta", "delta": delta, "usage": _usage(finish)})
         return end + named_event({"type": "message_stop"})
 

@@ -105,6 +105,20 @@ def test_reasoning_and_a_call_of_anthropics_messages(spoken: tuple[str, Scripted
         assert (call.name, call.input) == ("weather", {"days": 2})  # type: ignore[union-attr]
 
 
+def test_anthropics_stop_sequence_is_never_a_mark(spoken: tuple[str, ScriptedWorld, Running]) -> None:
+    name, world, server = spoken
+    tools: Any = [{"name": "weather", "input_schema": TOOLS[0]["function"]["parameters"]}]
+    ask: Any = {"model": MODEL, "max_tokens": 300, "messages": ASK["messages"], "tools": tools}
+    single: Any = {"type": "auto", "disable_parallel_tool_use": True}
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
+        world.say(SAID[name])
+        answer = client.messages.create(tool_choice=single, **ask)
+        assert (answer.stop_reason, answer.stop_sequence) == ("tool_use", None)
+        world.say(TALK[name])
+        answer = client.messages.create(tool_choice=single, stop_sequences=["ny"], **ask)
+        assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", "ny")
+
+
 def test_reasoning_and_a_call_of_responses(spoken: tuple[str, ScriptedWorld, Running]) -> None:
     name, world, server = spoken
     tools: Any = [{"type": "function", "name": "weather", "parameters": TOOLS[0]["function"]["parameters"]}]
@@ -172,3 +186,29 @@ def test_one_call_only_where_parallel_ones_are_not_wanted(spoken: tuple[str, Scr
     for said, expected in ((GLM_CALL, ["weather", '{"days": 2}']), (nothing, ["now", "{}"])):
         world.say(f"</think>{said}\n{said}")
         assert streamed(server, tools=TOOLS, parallel_tool_calls=False) == ("", "", [expected], "tool_calls")
+
+
+def test_ids_that_the_model_gives_reach_every_client() -> None:
+    """Kimi-K2's template writes them into the next turn."""
+    marks = ("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>")
+    world = ScriptedWorld(Template("<|tool_call_begin|>"), marks)
+    call = '<|tool_call_begin|>functions.weather:7<|tool_call_argument_begin|>{"days": 2}<|tool_call_end|>'
+    parameters = TOOLS[0]["function"]["parameters"]
+    ids = []
+    with running(world) as server:
+        world.say(call)
+        message = server.client.chat.completions.create(tools=TOOLS, **ASK).choices[0].message
+        ids += [made.id for made in message.tool_calls or []]
+        world.say(call)
+        for chunk in server.client.chat.completions.create(tools=TOOLS, stream=True, **ASK):
+            ids += [made.id for made in chunk.choices[0].delta.tool_calls or [] if made.id]
+        world.say(call)
+        tools: Any = [{"type": "function", "name": "weather", "parameters": parameters}]
+        response = server.client.responses.create(model=MODEL, input="weather?", tools=tools)
+        ids += [item.call_id for item in response.output if item.type == "function_call"]
+        with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
+            world.say(call)
+            tools = [{"name": "weather", "input_schema": parameters}]
+            answer = client.messages.create(model=MODEL, max_tokens=300, messages=ASK["messages"], tools=tools)
+            ids += [block.id for block in answer.content if block.type == "tool_use"]
+    assert ids == ["functions.weather:7"] * 4

@@ -285,3 +285,9 @@ def test_dialects_are_told_from_templates() -> None:
         readers = {other for other in SPOKEN if len(joined(cut(spoken.dialect(), [SPOKEN[other].written]))[2]) == 2}
         assert alike <= readers, name
     assert joined(cut(dialect_of("{{ messages }}", lambda text: None), [SPOKEN["hermes"].written]))[2]
+
+
+def test_arguments_of_nothing_are_an_empty_object() -> None:
+    for arguments in ("null", "{}", '"{}"'):
+        text = f'<tool_call>{{"name": "now", "arguments": {arguments}}}</tool_call>'
+        assert joined(cut(HERMES, in_parts(text, 4))) == ("", "", [("now", "{}")])

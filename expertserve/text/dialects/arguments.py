@@ -249,15 +249,13 @@ def _kinds_of(schema: Any) -> Iterator[str]:
 
 def typed(text: str, kinds: frozenset[str]) -> str:
     """JSON of a value written as plain text: what it reads as, where its schema admits that, else a string."""
-    if kinds != {"string"}:
-        try:
-            value = _json_value(text) if not kinds or "string" in kinds else _value(text)
-        except ValueError:
-            return _quoted(text)
-        kind = _JSON_KINDS.get(type(value), "null")
-        if "string" not in kinds or kind in kinds or (kind == "integer" and "number" in kinds):
-            return _quoted(value)
-    return _quoted(text)
+    try:
+        value = _json_value(text) if not kinds or "string" in kinds else _value(text)
+    except ValueError:
+        return _quoted(text)
+    kind = _JSON_KINDS.get(type(value), "null")
+    admitted = "string" not in kinds or kind in kinds or (kind == "integer" and "number" in kinds)
+    return _quoted(value if admitted else text)
 
 
 def _json_value(text: str) -> Any:
@@ -276,10 +274,8 @@ def _value(text: str) -> Any:
         return _json_value(text)
     except ValueError:
         pass
-    for literal in (
-        text.strip(),
-        text.strip().replace("\n", "\\n"),
-    ):  # templates leave line ends in strings as they are
+    stripped = text.strip()
+    for literal in (stripped, stripped.replace("\n", "\\n")):  # templates leave line ends in strings as they are
         try:
             value = ast.literal_eval(literal)
             json.dumps(value, allow_nan=False)

@@ -233,7 +233,7 @@ def _whole_call(call: Any) -> tuple[str, str] | None:
         call = call["function"]
     if not isinstance(call, dict) or not isinstance(name := call.get("name"), str):
         return None
-    arguments = call.get("arguments", call.get("parameters", {}))
+    arguments = call.get("arguments", call.get("parameters")) or {}
     if isinstance(arguments, str):  # some write the object as a string
         arguments = json.loads(arguments)
     return (name, json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None
