@@ -7,6 +7,7 @@ that starts with "should be". Which setting uses which form is declared in confi
 from __future__ import annotations
 
 import json
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,14 +76,14 @@ def parse_list(value: object) -> object:
 
 def readable_file(value: object) -> Path:
     path = Path(str(value)).expanduser()
-    if not path.is_file():
+    if not os.path.isfile(path):  # pathlib raises for a name too long, such as the text of a template
         raise ValueError("should be a file that exists")
     return path
 
 
 def file_to_write(value: object) -> Path:
     path = Path(str(value)).expanduser()
-    if path.is_dir() or not path.absolute().parent.is_dir():
+    if os.path.isdir(path) or not os.path.isdir(path.absolute().parent):
         raise ValueError("should be a file to write, in a folder that exists")
     return path
 

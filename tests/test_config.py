@@ -111,6 +111,7 @@ def test_bad_value_names_where_it_came_from_and_itself(tmp_path: Path, monkeypat
         ("expert_cache", "101%"),
         ("max_body", "1 parsec"),
         ("chat_template", "/nonexistent/template.jinja"),
+        ("chat_template", "{{ messages }}" * 500),
         ("stats_json", "/nonexistent/stats.json"),
         ("config", "/nonexistent/settings.toml"),
         ("model", ""),
