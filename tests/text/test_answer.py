@@ -168,6 +168,8 @@ def test_reasoning_that_the_prompt_opened_needs_no_mark_and_may_not_end() -> Non
     dialect = thinking(SPOKEN["hermes"].template)
     assert joined(cut(dialect, ["hm</think>", "yes"], opened=True))[:2] == ("hm", "yes")
     assert joined(cut(dialect, ["hm </thi"], opened=True))[:2] == ("hm </thi", "")
+    assert joined(cut(dialect, [*"<think>\nhm</think>yes"], opened=True))[:2] == ("hm", "yes")
+    assert joined(cut(dialect, [*"\n <thin"], opened=True))[:2] == ("<thin", "")
     assert joined(cut(dialect, ["I <think> so"]))[:2] == ("", "I <think> so")
     assert joined(cut(dialect, [" <thi"]))[:2] == ("", " <thi")
 

@@ -81,7 +81,7 @@ def test_a_preamble_before_a_call_is_content() -> None:
 
 def test_arguments_stream() -> None:
     parser = PLAIN.parser(TOOLS, opened=False)
-    assert parser.push(f"{CALLS[0]}" + '{"ci') == [Piece("call", "", 0, "weather"), Piece("call", '{"ci')]
+    assert parser.push(CALLS[0] + '{"ci') == [Piece("call", "", 0, "weather"), Piece("call", '{"ci')]
     assert parser.push('ty"') == [Piece("call", 'ty"')]
 
 
@@ -90,6 +90,13 @@ def test_a_function_that_nobody_offered_stays_text_with_its_marks() -> None:
     assert both(call) == ("", call, [])
     raw = f"<|start|>assistant{call}<|end|>No."
     assert both(f"{ANALYSIS}{call}<|end|><|start|>assistant{FINAL}No.") == ("We need <b>.", raw, [])
+
+
+def test_a_message_to_a_function_that_is_no_object_stays_text() -> None:
+    for body in ("print(1)", "", "[1]", "{oops"):
+        text = f"{CALLS[3]}{body}"
+        assert both(f"{ANALYSIS}{text}") == ("We need <b>.", f"<|start|>assistant{text}", [])
+    assert both(f"{CALLS[3]} \n{ARGUMENTS}") == ("", "", [("weather", ARGUMENTS)])
 
 
 def test_text_without_headers_is_content_at_once() -> None:

@@ -7,9 +7,12 @@ https://github.com/openai/harmony/blob/main/docs/format.md
 
 from __future__ import annotations
 
-from expertserve.text.answer import AnswerParser, Piece, Schemas, safe_length
+import regex
+
+from expertserve.text.answer import AnswerParser, Part, Piece, Schemas, safe_length
 from expertserve.text.dialects.arguments import JsonObject
 from expertserve.text.dialects.dialect import Dialect
+from expertserve.text.dialects.json_calls import BEGIN
 from expertserve.text.dialects.marks import TEXT, Marks, json_rule
 
 _START, _END, _CHANNEL, _MESSAGE = "<|start|>", "<|end|>", "<|channel|>", "<|message|>"
@@ -20,6 +23,7 @@ _HEADER = (
     rf"\s*(?:<|start|>)?(?:assistant)?(?:{_RECIPIENT})?\s*(?:<|channel|>\s*(?P<channel>\w+)(?:{_RECIPIENT})?)?"
     r"\s*(?:<|constrain|>)?\s*(?:json|code)?\s*<|message|>"
 )
+_ARGUMENTS = regex.compile(BEGIN)
 _ANY = {"type": "object"}
 
 
@@ -43,19 +47,23 @@ class HarmonyParser(AnswerParser):
                 self._text = self._text[len(self._ends[1]) :]
             self._at = self._in_content
         elif not header.partial:
-            self._enter(header[0], header["channel"], header["to"], pieces)
-            self._text = self._text[header.end() :]
+            self._enter(header, final, pieces)
 
-    def _enter(self, written: str, channel: str | None, recipient: str | None, pieces: list[Piece]) -> None:
-        name = recipient.removeprefix("functions.") if recipient else None
-        if name in self._tools and name is not None:
+    def _enter(self, header: regex.Match[str], final: bool, pieces: list[Piece]) -> None:
+        channel, recipient, end = header["channel"], header["to"], header.end()
+        name = recipient.removeprefix("functions.") if recipient else ""
+        arguments = _ARGUMENTS.match(self._text, end, partial=not final) if name in self._tools else None
+        if arguments and arguments.partial:
+            return
+        if arguments:
             self._start_call(name, None, pieces)
-            self._arguments, self._at = JsonObject(), self._in_call
+            self._arguments, self._at, end = JsonObject(), self._in_call, arguments.end()
         elif recipient is None and (channel != "analysis" or self._reasoning):
             self._at = self._in_reasoning if channel == "analysis" else self._in_content
         else:
-            self._say("content", written, pieces)
+            self._say("content", header[0], pieces)
             self._as_written, self._at = True, self._in_content
+        self._text = self._text[end:]
 
     def _in_reasoning(self, final: bool, pieces: list[Piece]) -> None:
         self._in_message("reasoning", final, pieces)
@@ -63,7 +71,7 @@ class HarmonyParser(AnswerParser):
     def _in_content(self, final: bool, pieces: list[Piece]) -> None:
         self._in_message("content", final, pieces)
 
-    def _in_message(self, part: str, final: bool, pieces: list[Piece]) -> None:
+    def _in_message(self, part: Part, final: bool, pieces: list[Piece]) -> None:
         found = [(at, mark) for mark in self._ends if (at := self._text.find(mark)) >= 0]
         if found:
             at, mark = min(found)
@@ -73,10 +81,7 @@ class HarmonyParser(AnswerParser):
         else:
             safe = len(self._text) if final else safe_length(self._text, self._ends)
             said, self._text = self._text[:safe], self._text[safe:]
-        if part == "reasoning":
-            self._say("reasoning", said, pieces)
-        else:
-            self._say("content", said, pieces)
+        self._say(part, said, pieces)
         if found:
             self._as_written, self._strip = False, False
 

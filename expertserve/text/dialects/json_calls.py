@@ -12,8 +12,9 @@ from expertserve.text.dialects.arguments import JsonObject
 from expertserve.text.dialects.marks import Marks, json_rule
 from expertserve.text.dialects.section_parser import Notation
 
-_BEGIN = r'(?=\{\s*["}])'
-OBJECT = rf'\{{\s*"name"\s*:\s*"(?P<name>[^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*{_BEGIN}'
+# White space before an object, where one begins.
+BEGIN = r'\s*(?=\{\s*["}])'
+OBJECT = rf'\{{\s*"name"\s*:\s*"(?P<name>[^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:{BEGIN}'
 OBJECT_END = r'(?:\s*,\s*"\w+"\s*:\s*"[^"]*")*\s*\}'
 _NAME = r"(?P<name>[\w.-]+)"
 
@@ -105,7 +106,7 @@ MISTRAL = _objects("[TOOL_CALLS]", "", _nine_letters)
 MISTRAL_V11 = JsonCalls(
     spellings=("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
     triggers=("[TOOL_CALLS]",),
-    opening=rf"\s*[TOOL_CALLS]\s*{_NAME}\s*(?:[CALL_ID]\s*(?P<id>\w+)\s*)?[ARGS]\s*{_BEGIN}",
+    opening=rf"\s*[TOOL_CALLS]\s*{_NAME}\s*(?:[CALL_ID]\s*(?P<id>\w+)\s*)?[ARGS]{BEGIN}",
     tail="",
     end="",
     section=("", "", ""),
@@ -143,7 +144,7 @@ _DEEPSEEK_MARKS = (
 def _deepseek(head: str, foot: str) -> JsonCalls:
     """Reads what any version writes; writes as one does."""
     calls, calls_end, call, call_end, sep = _DEEPSEEK_MARKS
-    fields = rf"{call}\s*(?:function\s*{sep}\s*)?{_NAME}\s*(?:{sep}|```(?:json)?)\s*{_BEGIN}"
+    fields = rf"{call}\s*(?:function\s*{sep}\s*)?{_NAME}\s*(?:{sep}|```(?:json)?){BEGIN}"
     return JsonCalls(
         spellings=_DEEPSEEK_MARKS,
         triggers=(calls, call),
@@ -163,7 +164,7 @@ DEEPSEEK_V3 = _deepseek(f"{_CALL}function{_SEP}NAME\n```json\n", f"\n```{_CALL_E
 DEEPSEEK_V31 = _deepseek(f"{_CALL}NAME{_SEP}", _CALL_END)
 
 _KIMI_ID = rf"(?P<id>(?:functions\.)?{_NAME}(?::\d+)?)"
-_KIMI_CALL = rf"<|tool_call_begin|>\s*{_KIMI_ID}\s*<|tool_call_argument_begin|>\s*{_BEGIN}"
+_KIMI_CALL = rf"<|tool_call_begin|>\s*{_KIMI_ID}\s*<|tool_call_argument_begin|>{BEGIN}"
 KIMI = JsonCalls(
     spellings=(
         "<|tool_calls_section_begin|>",

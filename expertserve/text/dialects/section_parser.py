@@ -9,12 +9,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import regex
 
-from expertserve.text.answer import AnswerParser, Piece, Schemas, safe_length
+from expertserve.text.answer import AnswerParser, Part, Piece, Schemas, safe_length
 from expertserve.text.dialects.arguments import ArgumentsReader
+
+# What begins at a mark: a call, which has been taken; text; or what more of the text will tell.
+Verdict = Literal["call", "text", "wait"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +82,14 @@ class SectionParser(AnswerParser):
         self._arguments: ArgumentsReader
         self._at = self._in_start if frame.reasoning else self._before_content
         if frame.reasoning and opened:
-            self._strip, self._at = True, self._in_reasoning
+            self._strip, self._at = True, self._in_opened
+
+    def _in_opened(self, final: bool, pieces: list[Piece]) -> None:
+        """Where the prompt has opened the reasoning; some models open it again."""
+        assert self._frame.reasoning is not None
+        opens = self._frame.reasoning[0]
+        if self._passes(opens) or final or not opens.startswith(self._text.lstrip()):
+            self._at = self._in_reasoning
 
     def _in_start(self, final: bool, pieces: list[Piece]) -> None:
         assert self._frame.reasoning is not None
@@ -139,8 +149,8 @@ class SectionParser(AnswerParser):
             self._say_content(self._text[: spaces + len(mark)], pieces)
             self._text = self._text[spaces + len(mark) :]
 
-    def _open(self, final: bool, pieces: list[Piece], notations: list[Notation]) -> str:
-        """Begins a call at the beginning of the text: "call", "text" if there is none, "wait" if that is open."""
+    def _open(self, final: bool, pieces: list[Piece], notations: list[Notation]) -> Verdict:
+        """Begins a call at the beginning of the text, if there is one."""
         matches = [(notation, notation.opening.match(self._text, partial=not final)) for notation in notations]
         for notation, match in matches:
             if match and not match.partial and match["name"] in self._tools:
@@ -148,10 +158,10 @@ class SectionParser(AnswerParser):
                 return "call"
         if any(match and match.partial for _, match in matches):
             return "wait"
-        verdicts = [self._whole(notation, final, pieces) for notation in notations if notation.close is not None]
+        verdicts = (self._whole(notation, final, pieces) for notation in notations if notation.close is not None)
         return next((verdict for verdict in verdicts if verdict != "text"), "text")
 
-    def _whole(self, notation: Notation, final: bool, pieces: list[Piece]) -> str:
+    def _whole(self, notation: Notation, final: bool, pieces: list[Piece]) -> Verdict:
         """As `_open`, of calls in JSON whose fields are in an order of their own: they are read when they are whole."""
         trigger = next((mark for mark in notation.triggers if self._text.lstrip().startswith(mark)), None)
         if trigger is None or notation.close is None:
@@ -204,7 +214,7 @@ class SectionParser(AnswerParser):
         self._at = then if match else self._in_content
         self._text = self._text[match.end() :] if match else self._text
 
-    def _say_safe(self, part: str, marks: tuple[str, ...], final: bool, pieces: list[Piece]) -> None:
+    def _say_safe(self, part: Part, marks: tuple[str, ...], final: bool, pieces: list[Piece]) -> None:
         safe = len(self._text) if final or not marks else safe_length(self._text, marks)
         if part == "reasoning":
             self._say("reasoning", self._text[:safe], pieces)
