@@ -2,13 +2,17 @@
 
 Each row of a prompt makes the step longer for every running answer, and by how much depends on the experts it brings,
 the device and the disk: nobody knows beforehand. So it is controlled by what steps take. Decides nothing about which
-prompt. The invariant: a step always carries some prompt rows, so prompts make progress.
+prompt. The invariant: of any `REFRESH` steps in a row all but one carry prompt rows, so prompts make progress.
 """
 
 from __future__ import annotations
 
-LEAST_ROWS = 8
-SMOOTHING = 0.1  # weight of the newest step in the time that a step of decodes alone takes
+from collections import deque
+from statistics import median
+
+FIRST_ROWS = 4.0  # where the control begins
+RECENT = 32  # steps of decodes alone whose median is what such a step takes; a mean follows a noisy machine's outliers
+REFRESH = 32  # every so many steps one carries no prompt rows, to see what decodes alone take by now
 
 
 class PromptPacer:
@@ -22,23 +26,28 @@ class PromptPacer:
     def __init__(self, chunk: int, slowdown: float) -> None:
         self._chunk = chunk
         self._slowdown = slowdown
-        self._rows = float(min(chunk, LEAST_ROWS) if slowdown else chunk)
-        self._decode_s: float | None = None
+        self._rows = min(float(chunk), FIRST_ROWS) if slowdown else float(chunk)
+        self._alone: deque[float] = deque(maxlen=RECENT)
+        self._decode_s = 0.0
+        self._steps = 0  # with prompt rows since the last one without
 
     @property
     def rows(self) -> int:
         """Prompt rows for the next step in which answers wait."""
-        return int(self._rows)
+        due = not self._alone or self._steps >= REFRESH - 1
+        return 0 if self._slowdown and due else int(self._rows)
 
     def observe(self, decodes: int, prompt_rows: int, seconds: float) -> None:
         """A step with rows of `decodes` answers and of prompts has taken `seconds`."""
         if not self._slowdown or not decodes:
             return
         if not prompt_rows:
-            known = self._decode_s
-            self._decode_s = seconds if known is None else known + SMOOTHING * (seconds - known)
-        elif self._decode_s is not None:
-            if seconds > self._slowdown * self._decode_s:
-                self._rows = max(min(LEAST_ROWS, self._chunk), 0.7 * min(self._rows, prompt_rows))
-            elif prompt_rows >= self.rows:  # it was the limit that held
-                self._rows = min(self._chunk, 1.1 * self._rows + 1)
+            self._alone.append(seconds)
+            self._decode_s = median(self._alone)
+            self._steps = 0
+            return
+        self._steps += 1
+        if seconds > self._slowdown * self._decode_s:
+            self._rows = max(1.0, 0.8 * min(self._rows, prompt_rows))
+        elif prompt_rows >= int(self._rows):  # it was the limit that held
+            self._rows = min(self._chunk, 1.05 * self._rows + 0.05)
