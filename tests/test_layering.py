@@ -14,6 +14,7 @@ PACKAGE = ROOT / "expertserve"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 # Each name may import names of the layers below its own, and its own package.
 LAYERS = (
+    ("__main__",),
     ("cli",),
     ("terminal", "doctor", "server", "bench"),
     ("engine",),
