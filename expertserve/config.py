@@ -68,7 +68,10 @@ def _raw(settings: Settings) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """All settings of one process, resolved; `origin` says where each that is not a default came from."""
+    """All settings of one process, resolved; `origin` says where each that is not a default came from.
+
+    `flags` are what `resolve` got, to read environment and file again beside them.
+    """
 
     model: str = setting("", "The GGUF to serve (the first file of a split one), or `demo` for the embedded model.")
     device: Literal["auto", "cpu", "cuda", "reference"] = setting(
@@ -324,6 +327,7 @@ class Settings:
         None, "A TOML file of settings, weaker than flags and environment.", parse=readable_file, default_text="none"
     )
     origin: Mapping[str, str] = dataclasses.field(default_factory=dict, repr=False)
+    flags: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False)
 
     def inert(self, command: str) -> list[str]:
         """One line for each setting that was given and has no effect in `command` as settings stand."""
@@ -432,7 +436,7 @@ def resolve(flags: Mapping[str, Any]) -> Settings:
     if not values["model"]:
         raise ConfigError(f"no model named: give MODEL (a GGUF file, or demo), or set {ENV_PREFIX}MODEL")
     values["threads"] = values["threads"] or physical_cores()
-    return Settings(**values, origin=origin)
+    return Settings(**values, origin=origin, flags=flags)
 
 
 def prepare_libraries() -> None:

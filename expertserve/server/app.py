@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import math
-from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -19,7 +17,6 @@ from starlette.responses import JSONResponse, Response
 
 from expertserve import __version__, log
 from expertserve.config import Settings
-from expertserve.errors import ConfigError
 from expertserve.experts.stats import ExpertStats
 from expertserve.server.chat import ChatChunks, ChatResponse
 from expertserve.server.completions import CompletionChunks, CompletionResponse, CompletionTexts
@@ -35,8 +32,9 @@ from expertserve.server.page import add_page
 from expertserve.server.process import ServerProcess
 from expertserve.server.prompts import chat_choices, chat_prompt, check_ids, completion_choices
 from expertserve.server.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, tools_for_template
+from expertserve.server.reload import Reloader, server_settings
 from expertserve.server.responses import ResponseBody, ResponseEvents, ResponsesBody
-from expertserve.server.state import ServedModel, ServerSettings, ServerState
+from expertserve.server.state import ServedModel, ServerState
 from expertserve.server.token_names import TokenNames
 from expertserve.text.grammar import GrammarCompiler
 
@@ -53,7 +51,7 @@ def create_app(state: ServerState) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,
     )
-    app.state.generations = Generations(metrics, state.settings)
+    app.state.generations = Generations(metrics, state)
     if state.settings.cors_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=state.settings.cors_origins, allow_methods=["*"], allow_headers=["*"]
@@ -74,37 +72,11 @@ def serve(settings: Settings, stats: ExpertStats) -> int:
     Raises:
         ExpertServeError: the port is taken or the model cannot be loaded.
     """
-    server_settings = ServerSettings(
-        host=settings.host,
-        port=settings.port,
-        api_keys=(*settings.api_key, *_keys_of(settings.api_key_file)),
-        key_limit=settings.key_limit,
-        cors_origins=settings.cors_origin,
-        max_sequences=settings.parallel + settings.max_queue,
-        queue_timeout_s=settings.queue_timeout or math.inf,
-        request_timeout_s=settings.request_timeout or math.inf,
-        max_body_bytes=settings.max_body,
-        drain_timeout_s=settings.drain_timeout,
-    )
-    state = ServerState(server_settings)
-    process = ServerProcess(create_app(state), state, lambda: _load(settings, stats))
+    state = ServerState(server_settings(settings))
+    process = ServerProcess(create_app(state), state, lambda: _load(settings, stats), Reloader(settings, state))
     log.get_logger(__name__).info("listening", url=process.bind())
     process.run()
     return 0
-
-
-def _keys_of(file: Path | None) -> list[str]:
-    """The keys in a file, one a line."""
-    if file is None:
-        return []
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--api-key-file {file}: {error}") from None
-    keys = [key for line in lines if (key := line.partition("#")[0].strip())]
-    if not keys:
-        raise ConfigError(f"--api-key-file {file}: has no key; without this option no key is needed")
-    return keys
 
 
 def _load(settings: Settings, stats: ExpertStats) -> ServedModel:

@@ -41,7 +41,7 @@ def finish_reason(event: FinishEvent, parser: AnswerParser) -> str:
 def pieces_of(event: Event, parser: AnswerParser) -> list[Piece]:
     """What an event adds to the parts of the answer."""
     if isinstance(event, TokenEvent):
-        return parser.push(event.text) if event.text else []
+        return parser.push_token(event.text)
     return parser.end(event.text, event.stop) if isinstance(event, FinishEvent) else []
 
 
@@ -85,8 +85,8 @@ class ChatChunks:
     def closing(self, generation: Generation) -> bytes:
         if not self._include_usage:
             return DONE
-        body = {**self._fields, "choices": [], "usage": usage_object(generation), "timings": timings_object(generation)}
-        return data_event(body) + DONE
+        usage, timings = usage_object(generation, _reasoning_tokens(self._parsers)), timings_object(generation)
+        return data_event({**self._fields, "choices": [], "usage": usage, "timings": timings}) + DONE
 
     def failure(self, error: ExpertServeError) -> bytes:
         return error_event(error)
@@ -122,6 +122,10 @@ def _delta(piece: Piece) -> dict[str, Any]:
 def _call(piece: Piece) -> dict[str, Any]:
     function = {"name": piece.name, "arguments": piece.text}
     return {"id": piece.id or call_id(), "type": "function", "function": function}
+
+
+def _reasoning_tokens(parsers: Sequence[AnswerParser]) -> int:
+    return sum(parser.reasoning_tokens for parser in parsers)
 
 
 class AnswerParts:
@@ -160,28 +164,25 @@ class ChatResponse:
         self._fields = envelope.fields()
         self._names = names
         self._parsers = parsers
-        self._texts: list[list[str]] = [[] for _ in parsers]
+        self._parts = [AnswerParts() for _ in parsers]
         self._logprobs: list[list[TokenLogprob]] = [[] for _ in parsers]
         self._want_logprobs = want_logprobs
 
     def add(self, index: int, event: Event) -> None:
-        if isinstance(event, TokenEvent | FinishEvent):
-            self._texts[index].append(event.text)
+        self._parts[index].add(pieces_of(event, self._parsers[index]))
         if isinstance(event, TokenEvent) and event.logprob is not None:
             self._logprobs[index].append(event.logprob)
 
     def body(self, generation: Generation) -> bytes:
-        choices = [self._choice(index, generation.finished[index]) for index in range(len(self._texts))]
-        usage, timings = usage_object(generation), timings_object(generation)
+        choices = [self._choice(index, generation.finished[index]) for index in range(len(self._parsers))]
+        usage, timings = usage_object(generation, _reasoning_tokens(self._parsers)), timings_object(generation)
         return json.dumps({**self._fields, "choices": choices, "usage": usage, "timings": timings}).encode()
 
     def _choice(self, index: int, finish: FinishEvent) -> dict[str, Any]:
-        parser, parts = self._parsers[index], AnswerParts()
-        parts.add(parser.end("".join(self._texts[index]), finish.stop))
         content = [_content_logprob(self._names, logprob) for logprob in self._logprobs[index]]
         return {
             "index": index,
-            "message": parts.message(),
+            "message": self._parts[index].message(),
             "logprobs": {"content": content, "refusal": None} if self._want_logprobs else None,
-            "finish_reason": finish_reason(finish, parser),
+            "finish_reason": finish_reason(finish, self._parsers[index]),
         }

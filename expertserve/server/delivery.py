@@ -1,8 +1,8 @@
 """From a generation to the client: one JSON body, or server-sent events.
 
 Owns waiting for events while watching the connection. A client that goes away is noticed at once, also when nothing
-is being sent, and its sequences are cancelled. Once the headers of a stream are out, an error is an event of the
-stream.
+is being sent, and its sequences are cancelled. What fails before anything came has a status that says so, a stream
+too; once the headers of a stream are out, an error is an event of it.
 """
 
 from __future__ import annotations
@@ -102,33 +102,43 @@ class EventStream(Response):
         self._keep_alive_s = keep_alive_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with _watched(self._generation, receive):
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            try:
-                await self._send_all(send)
-            except ExpertServeError as error:
-                await self._send_error(send, error)
-            except Exception:
-                _log.exception("writing a stream failed", generation=self._generation.id)
-                await self._send_error(send, ExpertServeError("internal error"))
-
-    async def _send_all(self, send: Send) -> None:
-        generation, writer = self._generation, self._writer
-        await _send_data(send, writer.opening())
-        with _Idle(generation, self._keep_alive_s) as idle:
-            while generation.running:
-                events = await generation.take()
+        generation = self._generation
+        async with _watched(generation, receive):
+            with _Idle(generation, self._keep_alive_s) as idle:
+                events = await generation.take()  # none: it is time to say that something will come
+                _raise_failure(events[:1])
                 if generation.abandoned:
                     return
-                # What came before a failure is still sent.
-                failed = next((at for at, (_, event) in enumerate(events) if _is_failure(event)), len(events))
-                data = b"".join(writer.chunk(index, event, generation) for index, event in events[:failed])
-                if not events and idle.take_expired():
-                    data = _KEEP_ALIVE
-                if data:
-                    idle.restart()
-                    await _send_data(send, data)
-                _raise_failure(events[failed:])
+                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+                await self._send_stream(send, events, idle)
+
+    async def _send_stream(self, send: Send, events: list[IndexedEvent], idle: _Idle) -> None:
+        try:
+            await self._send_all(send, events, idle)
+        except ExpertServeError as error:
+            await self._send_error(send, error)
+        except Exception:
+            _log.exception("writing a stream failed", generation=self._generation.id)
+            await self._send_error(send, ExpertServeError("internal error"))
+
+    async def _send_all(self, send: Send, events: list[IndexedEvent], idle: _Idle) -> None:
+        generation, writer = self._generation, self._writer
+        await _send_data(send, writer.opening())
+        while True:
+            # What came before a failure is still sent.
+            failed = next((at for at, (_, event) in enumerate(events) if _is_failure(event)), len(events))
+            data = b"".join(writer.chunk(index, event, generation) for index, event in events[:failed])
+            if not events and idle.take_expired():
+                data = _KEEP_ALIVE
+            if data:
+                idle.restart()
+                await _send_data(send, data)
+            _raise_failure(events[failed:])
+            if not generation.running:
+                break
+            events = await generation.take()
+            if generation.abandoned:
+                return
         await send({"type": "http.response.body", "body": writer.closing(generation), "more_body": False})
 
     async def _send_error(self, send: Send, error: ExpertServeError) -> None:

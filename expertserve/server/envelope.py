@@ -58,7 +58,7 @@ def response_id(prefix: str) -> str:
     return f"{prefix}-{uuid.uuid4().hex}"
 
 
-def usage_object(generation: Generation) -> dict[str, Any]:
+def usage_object(generation: Generation, reasoning_tokens: int = 0) -> dict[str, Any]:
     """Each prompt counts once, however many choices continue it."""
     prompt_tokens = completion_tokens = cached_tokens = 0
     seen: set[int] = set()
@@ -73,6 +73,7 @@ def usage_object(generation: Generation) -> dict[str, Any]:
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
     }
 
 

@@ -17,7 +17,7 @@ from expertserve.engine.request import ErrorEvent, Event, FinishEvent, Request, 
 from expertserve.errors import ExpertServeError
 from expertserve.server.errors import OverloadedError
 from expertserve.server.metrics import ServerMetrics
-from expertserve.server.state import ServedEngine, ServerSettings
+from expertserve.server.state import ServedEngine, ServerSettings, ServerState
 
 IndexedEvent = tuple[int, Event]
 
@@ -34,14 +34,18 @@ class Choice:
 class Generations:
     """All generations under way; posts from any thread, everything else on the loop."""
 
-    def __init__(self, metrics: ServerMetrics, settings: ServerSettings) -> None:
+    def __init__(self, metrics: ServerMetrics, state: ServerState) -> None:
         self.metrics = metrics
-        self.settings = settings
+        self._state = state
         self.loop: asyncio.AbstractEventLoop
         self._posted: deque[tuple[Generation, int, Event]] = deque()
         self._wake_pending = False
         self._active: set[Generation] = set()
         metrics.requests_running.set_function(lambda: len(self._active))
+
+    @property
+    def settings(self) -> ServerSettings:
+        return self._state.settings
 
     def start(self, engine: ServedEngine, generation_id: str, choices: Sequence[Choice]) -> Generation:
         """Submit every choice; where one is refused, the others are cancelled and its error raised.

@@ -7,7 +7,6 @@ connection loss.
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import time
 import uuid
@@ -23,16 +22,14 @@ from expertserve.errors import ExpertServeError, RequestError
 from expertserve.server.errors import OverloadedError, error_response
 from expertserve.server.metrics import ServerMetrics
 from expertserve.server.page import is_page
-from expertserve.server.state import ServerState
+from expertserve.server.state import ServerState, key_digest
 
 _WITHOUT_KEY = {"/health", "/ready"}
 _WITHOUT_MODEL = {"/health", "/ready", "/metrics", "/openapi.json"}
 _QUIET = _WITHOUT_MODEL | {"/stats", "/", "/ui/{name}"}  # asked every few seconds
+# More than any client sends; a parser holds no more than twice that (process.py).
+MAX_HEADER_BYTES = 32 << 10
 _log = log.get_logger(__name__)
-
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
 
 
 class Guard:
@@ -42,15 +39,13 @@ class Guard:
         self._app = app
         self._state = state
         self._metrics = metrics
-        self._max_body_bytes = state.settings.max_body_bytes
-        self._under_way: Counter[int] = Counter()
-        self._key_digests = [_digest(key.encode()) for key in state.settings.api_keys]
+        self._under_way: Counter[bytes] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        exchange = _Exchange(receive, send, self._max_body_bytes)
+        exchange = _Exchange(receive, send, self._state.settings.max_body_bytes)
         with structlog.contextvars.bound_contextvars(request_id=exchange.request_id):
             try:
                 key = self._key_of(dict(scope["headers"]))
@@ -65,7 +60,7 @@ class Guard:
             finally:
                 self._note(scope, exchange)
 
-    async def _answer(self, scope: Scope, exchange: _Exchange, key: int | None) -> None:
+    async def _answer(self, scope: Scope, exchange: _Exchange, key: bytes | None) -> None:
         """Counts what a key has under way; asking how the server does is free."""
         if key is None or scope["method"] != "POST":
             await self._app(scope, exchange.receive, exchange.send)
@@ -76,11 +71,17 @@ class Guard:
         finally:
             self._under_way[key] -= 1
 
-    def _refusal(self, scope: Scope, key: int | None) -> ExpertServeError | None:
+    def _refusal(self, scope: Scope, key: bytes | None) -> ExpertServeError | None:
         path = scope["path"]
+        if (length := sum(len(name) + len(value) for name, value in scope["headers"])) > MAX_HEADER_BYTES:
+            return RequestError(
+                f"the headers have {length} bytes; at most {MAX_HEADER_BYTES} are taken",
+                code="headers_too_large",
+                http_status=431,
+            )
         if is_page(path):
             return None
-        if path not in _WITHOUT_KEY and self._key_digests and key is None:
+        if path not in _WITHOUT_KEY and self._state.settings.key_digests and key is None:
             error = RequestError(
                 "a valid API key is needed: send it as 'Authorization: Bearer KEY'",
                 code="invalid_api_key",
@@ -103,13 +104,16 @@ class Guard:
                 return unavailable
         return None
 
-    def _key_of(self, headers: dict[bytes, bytes]) -> int | None:
-        """Which key a request carries. Every key is compared, in constant time, so that timing tells nothing."""
+    def _key_of(self, headers: dict[bytes, bytes]) -> bytes | None:
+        """The digest of the key that a request carries, if it is one of ours.
+
+        Every key is compared, in constant time, so that timing tells nothing.
+        """
         scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
         given = token.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
-        digest = _digest(given)
-        equal = [hmac.compare_digest(digest, known) for known in self._key_digests]
-        return equal.index(True) if any(equal) else None
+        digest = key_digest(given)
+        equal = [hmac.compare_digest(digest, known) for known in self._state.settings.key_digests]
+        return digest if any(equal) else None
 
     def _note(self, scope: Scope, exchange: _Exchange) -> None:
         seconds = time.perf_counter() - exchange.started

@@ -1,6 +1,7 @@
 """A server's life in its process: bind, load, answer, drain, end.
 
-Owns the listening socket, the loading thread, the signals and the order of the shutdown. The socket is bound before
+Owns the listening socket, the loading thread, the signals and the order of the shutdown. SIGHUP has the settings read
+again. The socket is bound before
 the model loads, so that /health answers all the time. The first SIGINT or SIGTERM stops accepting and lets running
 requests end, for at most the drain timeout; the second ends at once. Both are a normal end of the process.
 """
@@ -19,11 +20,13 @@ from contextlib import contextmanager
 
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from expertserve import log
 from expertserve.errors import ConfigError, ExpertServeError
 from expertserve.server.errors import UnavailableError
 from expertserve.server.generation import Generations
+from expertserve.server.guard import MAX_HEADER_BYTES
 from expertserve.server.state import ServedModel, ServerState
 
 # How long clients get to read the error that ends their stream when the drain timeout is over.
@@ -33,11 +36,18 @@ _CLOSE_TIMEOUT_S = 10.0
 _log = log.get_logger(__name__)
 
 
+def _nothing() -> None:
+    """Default of ServerProcess.reload."""
+
+
 class ServerProcess:
     """One server: `bind`, then `run`, which returns when it was stopped."""
 
-    def __init__(self, app: FastAPI, state: ServerState, load: Callable[[], ServedModel]) -> None:
+    def __init__(
+        self, app: FastAPI, state: ServerState, load: Callable[[], ServedModel], reload: Callable[[], None] = _nothing
+    ) -> None:
         self._settings = state.settings
+        self._reload = reload
         self._state = state
         self._load = load
         self._lock = threading.Lock()
@@ -51,6 +61,8 @@ class ServerProcess:
             access_log=False,
             server_header=False,
             timeout_keep_alive=65,
+            http=_Protocol,
+            h11_max_incomplete_event_size=2 * MAX_HEADER_BYTES,
             ws="none",
         )
         self._http = _HttpServer(config, state, app.state.generations)
@@ -80,7 +92,7 @@ class ServerProcess:
         assert self._socket is not None, "bind comes before run"
         loader = threading.Thread(target=self._load_model, name="load", daemon=True)
         try:
-            with _stopping_signals(self.request_stop):
+            with _signals(self.request_stop, self._reload):
                 loader.start()
                 self._http.run(sockets=[self._socket])
                 self._close_model()
@@ -124,6 +136,13 @@ class ServerProcess:
             _log.warning("the engine did not end in time; the process ends without it")
 
 
+class _Protocol(H11Protocol):
+    """The parser that bounds what it holds of a request's head, with an answer that says so."""
+
+    def send_400_response(self, msg: str) -> None:
+        super().send_400_response(f"This is no HTTP/1.1, or its head has over {2 * MAX_HEADER_BYTES} bytes.")
+
+
 class _HttpServer(uvicorn.Server):
     """uvicorn with our signals and our way to drain."""
 
@@ -132,7 +151,6 @@ class _HttpServer(uvicorn.Server):
         self.ended_at_once = False
         self._state = state
         self._generations = generations
-        self._drain_timeout_s = state.settings.drain_timeout_s
 
     def request_stop(self) -> None:
         if self.should_exit:
@@ -154,7 +172,7 @@ class _HttpServer(uvicorn.Server):
 
     async def _end_stragglers(self) -> None:
         """What runs past the drain timeout, or a second signal, hears an error; then its connection is cut."""
-        await self._wait(self._drain_timeout_s)
+        await self._wait(self._state.settings.drain_timeout_s)
         self._generations.fail_all(UnavailableError("the server is shutting down", code="server_draining"))
         await asyncio.sleep(0.05)
         await self._wait(_LAST_WORDS_S)
@@ -170,12 +188,14 @@ class _HttpServer(uvicorn.Server):
 
 
 @contextmanager
-def _stopping_signals(stop: Callable[[], None]) -> Iterator[None]:
+def _signals(stop: Callable[[], None], reload: Callable[[], None]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.signal(number, lambda *_: stop()) for number in numbers}
+    handlers = {signal.SIGINT: stop, signal.SIGTERM: stop}
+    if hasattr(signal, "SIGHUP"):
+        handlers[signal.SIGHUP] = reload
+    before = {number: signal.signal(number, lambda *_, do=do: do()) for number, do in handlers.items()}
     try:
         yield
     finally:

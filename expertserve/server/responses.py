@@ -156,9 +156,10 @@ def _content(content: Any, where: str) -> str:
 class _Form:
     """What bodies and events have in common."""
 
-    def __init__(self, envelope: Envelope, body: ResponsesBody) -> None:
+    def __init__(self, envelope: Envelope, body: ResponsesBody, parser: AnswerParser) -> None:
         self._envelope = envelope
         self._request = body
+        self._parser = parser
 
     def response(self, output: list[Any], finish: FinishEvent | None, error: ExpertServeError | None = None) -> Any:
         cut = finish is not None and finish.reason == "length"
@@ -183,17 +184,17 @@ class _Form:
             "tool_choice": asked.tool_choice or "auto",
             "tools": [tool.model_dump() for tool in asked.tools or []],
             "metadata": asked.metadata or {},
-            "usage": None if finish is None else _usage(finish),
+            "usage": None if finish is None else _usage(finish, self._parser.reasoning_tokens),
         }
 
 
-def _usage(finish: FinishEvent) -> dict[str, Any]:
+def _usage(finish: FinishEvent, reasoning_tokens: int) -> dict[str, Any]:
     usage = finish.usage
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }
 
@@ -223,7 +224,7 @@ class ResponseBody(BlockTexts):
 
     def __init__(self, envelope: Envelope, body: ResponsesBody, parser: AnswerParser) -> None:
         super().__init__(parser)
-        self._form = _Form(envelope, body)
+        self._form = _Form(envelope, body, parser)
 
     def body(self, generation: Generation) -> bytes:
         output = [_item(piece, _item_id(piece), "completed") for piece in self.blocks()]
@@ -235,7 +236,7 @@ class ResponseEvents(BlockStream):
 
     def __init__(self, envelope: Envelope, body: ResponsesBody, parser: AnswerParser) -> None:
         super().__init__(parser)
-        self._form = _Form(envelope, body)
+        self._form = _Form(envelope, body, parser)
         self._number = 0
         self._output: list[dict[str, Any]] = []
         self._current: dict[str, Any] = {}

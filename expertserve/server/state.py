@@ -7,10 +7,12 @@ template is written here as protocols, so that handlers and tests depend on noth
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -91,7 +93,12 @@ class ServedModel:
     close: Callable[[], None] = _nothing
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+def key_digest(key: bytes) -> bytes:
+    """What is kept and compared of an API key."""
+    return hashlib.sha256(key).digest()
+
+
+@dataclass(frozen=True, kw_only=True)
 class ServerSettings:
     """Settings of the HTTP side; the command line fills them from config.py."""
 
@@ -110,13 +117,18 @@ class ServerSettings:
     max_logprob_entries: int = 4 << 20
     exit_on_failed_load: bool = True
 
+    @cached_property
+    def key_digests(self) -> list[bytes]:
+        return [key_digest(key.encode()) for key in self.api_keys]
+
     def __post_init__(self) -> None:
         if any(not key for key in self.api_keys):
             raise ConfigError("an API key is empty: give a key of at least one character, or none")
 
 
 class ServerState:
-    """Single assignments only, so that threads need no lock: each field is set once."""
+    """Single assignments only, so that threads need no lock. `settings` may be replaced by others of the same process:
+    whoever obeys one reads it when it counts."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self.settings = settings

@@ -47,6 +47,7 @@ class AnswerParser:
 
     def __init__(self, tools: Schemas, parallel: bool) -> None:
         self.calls = 0
+        self.reasoning_tokens = 0  # of those given to `push_token`
         self.stop: str | None = None
         self._tools = tools
         self._parallel = parallel
@@ -62,6 +63,18 @@ class AnswerParser:
     def end(self, text: str, stop: str | None) -> list[Piece]:
         """Takes the last text, which the string `stop` has ended, if any has."""
         return self.push(text + (stop if stop is not None and stop == self.stop else "")) + self.flush()
+
+    def push_token(self, text: str) -> list[Piece]:
+        """As `push`, with the text of one token; counts those of the reasoning, the marks around it included."""
+        reasons = self._reasons
+        pieces = self.push(text) if text else []
+        self.reasoning_tokens += reasons or self._reasons
+        return pieces
+
+    @property
+    def _reasons(self) -> bool:
+        """Whether what comes next belongs to the reasoning."""
+        raise NotImplementedError
 
     def flush(self) -> list[Piece]:
         """Returns what was held back: the text is over."""

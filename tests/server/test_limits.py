@@ -11,8 +11,11 @@ import httpx
 import openai
 import pytest
 
+from expertserve.config import resolve
 from expertserve.errors import ConfigError
-from expertserve.server.app import _keys_of
+from expertserve.server.guard import MAX_HEADER_BYTES
+from expertserve.server.reload import Reloader, keys_of, server_settings
+from expertserve.server.state import ServerState
 from tests.server.hash_world import MODEL, World
 from tests.server.test_errors import error_of
 from tests.server.worlds import Running, running
@@ -75,13 +78,76 @@ def test_time_outs_are_408_and_the_server_lives_on(limits: dict[str, float], cod
         assert server.post(TEXT, prompt="x", max_tokens=0).status_code == 200
 
 
+def test_a_stream_that_has_not_begun_fails_with_a_status() -> None:
+    with running(World(), queue_timeout_s=0.5) as server, ThreadPoolExecutor(1) as pool:
+        server.world.slow(0.1)
+        all_places = pool.submit(server.post, TEXT, prompt="x", n=8, max_tokens=15, ignore_eos=True)
+        server.world.wait_for("requests_running", 8)
+        assert error_of(server.post(TEXT, prompt="x", stream=True), 408)["code"] == "queue_timeout"
+        assert all_places.result().status_code == 200
+
+
+def test_a_stream_that_waits_long_begins_with_comments_so_that_nothing_on_the_way_gives_up() -> None:
+    with running(World(), keep_alive_s=0.02) as server, ThreadPoolExecutor(1) as pool:
+        gate = hold(server)
+        begun = threading.Event()
+
+        def lines() -> list[str]:
+            with server.http.stream("POST", TEXT, json={"prompt": "x", "max_tokens": 1, "stream": True}) as response:
+                begun.set()
+                return [line for line in response.iter_lines() if line]
+
+        answer = pool.submit(lines)
+        assert begun.wait(10) and not gate.is_set()
+        gate.set()
+        found = answer.result()
+        assert found[0].startswith(":") and found[-1] == "data: [DONE]"
+
+
+@pytest.mark.parametrize("length", [MAX_HEADER_BYTES, 8 * MAX_HEADER_BYTES])
+def test_headers_are_bounded_and_the_answer_says_so(server: Running, length: int) -> None:
+    response = server.http.get("/health", headers={"x-long": "x" * length})
+    if length <= MAX_HEADER_BYTES:
+        assert error_of(response, 431)["code"] == "headers_too_large"
+    else:
+        assert response.status_code == 400 and f"over {2 * MAX_HEADER_BYTES} bytes" in response.text
+    assert server.http.get("/health", headers={"x-long": "x" * (MAX_HEADER_BYTES // 2)}).status_code == 200
+
+
+def test_settings_read_again_count_for_the_next_request_and_bad_ones_change_nothing(tmp_path: Path) -> None:
+    keys, config = tmp_path / "keys", tmp_path / "config.toml"
+    keys.write_text("old\n")
+    config.write_text("max_body = 2000\n")
+    settings = resolve({"model": "demo", "config": str(config), "api_key_file": str(keys), "port": 0})
+    state = ServerState(server_settings(settings))
+    reload = Reloader(settings, state)
+    with running(World(), state=state) as server:
+        long = {"prompt": "x" * 3000, "max_tokens": 0}
+
+        def status(key: str, **body: Any) -> int:
+            headers = {"authorization": f"Bearer {key}"}
+            return httpx.post(server.url + TEXT, json={**long, **body}, headers=headers).status_code
+
+        assert (status("old"), status("new")) == (413, 401)
+        keys.write_text("new\n")
+        config.write_text("max_body = 4000\nparallel = 9\n")
+        reload()
+        assert (status("old"), status("new", prompt="x")) == (401, 200)
+        assert state.settings.max_body_bytes == 4000 and state.settings.max_sequences == 4 + 64
+        for bad_keys, bad_config in ((b"", ""), (b"\xff", ""), (b"new", "x = 1"), (b"new", "max_queue = 'long'")):
+            keys.write_bytes(bad_keys)
+            config.write_text(f"max_body = 8000\n{bad_config}\n")
+            reload()
+            assert state.settings.max_body_bytes == 4000 and status("new", prompt="x") == 200
+
+
 def test_keys_of_a_file_are_its_lines(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("# of the team\nfirst\n\n second  # of Eve\n")
-    assert _keys_of(file) == ["first", "second"]
+    assert keys_of(file) == ["first", "second"]
     file.write_text("# none\n")
     with pytest.raises(ConfigError, match="has no key"):
-        _keys_of(file)
+        keys_of(file)
 
 
 @pytest.mark.parametrize("origins", [(), ("https://chat.example",)])

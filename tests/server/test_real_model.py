@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -56,7 +57,7 @@ class Serving:
 
 @contextmanager
 def serving(model: Path, *options: str) -> Iterator[Serving]:
-    command = [sys.executable, "-m", "expertserve.cli", "serve", str(model), "--device", "cpu", "--port", "0", *options]
+    command = [sys.executable, "-m", "expertserve", "serve", str(model), "--device", "cpu", "--port", "0", *options]
     with subprocess.Popen(command, cwd=CHECKOUT, stderr=subprocess.PIPE, text=True) as process:
         serving = Serving(process)
         try:
@@ -82,6 +83,24 @@ def test_a_chat_on_a_real_model_then_sigterm_with_one_final_line(tiny_moe: Path)
     finals = [line for line in server.lines if line.startswith("[expert-stream] steps=")]
     assert finals and finals[-1] == server.lines[-1]
     assert not any("Traceback" in line for line in server.lines)
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="the system has no SIGHUP")
+def test_sighup_has_the_keys_read_again(tiny_moe: Path, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("old\n")
+    with serving(tiny_moe, "--api-key-file", str(keys)) as server:
+
+        def allowed(key: str) -> bool:
+            return httpx.get(f"{server.url}/v1/models", headers={"x-api-key": key}).status_code == 200
+
+        assert allowed("old") and not allowed("new")
+        keys.write_text("new\n")
+        server.process.send_signal(signal.SIGHUP)
+        deadline = time.monotonic() + 20
+        while not allowed("new"):
+            assert time.monotonic() < deadline, "".join(server.lines)
+        assert not allowed("old")
 
 
 @pytest.mark.shared

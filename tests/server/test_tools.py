@@ -120,8 +120,11 @@ def thinker() -> Any:
 
 def test_reasoning_has_a_field_of_its_own(thinker: Running) -> None:
     said = saying("<think>\nHm <tool_call>.\n</think>\n\nYes.")
-    message = thinker.client.chat.completions.create(tools=TOOLS, **ASK, **said).choices[0].message
+    answer = thinker.client.chat.completions.create(tools=TOOLS, **ASK, **said)
+    message = answer.choices[0].message
     assert (message.content, (message.model_extra or {})["reasoning_content"]) == ("Yes.", "Hm <tool_call>.")
+    tokens_of_reasoning = len(">\nHm <tool_call>.\n</think>")  # bytes, from the end of the mark that opens it on
+    assert answer.usage.completion_tokens_details.reasoning_tokens == tokens_of_reasoning
     assert streamed(thinker, tools=TOOLS, **said) == ("Hm <tool_call>.", "Yes.", [], "stop")
     said["extra_body"]["reasoning_format"] = "none"
     message = thinker.client.chat.completions.create(**ASK, **said).choices[0].message

@@ -34,10 +34,14 @@ class Running:
 
 
 @contextmanager
-def running(world: World, load: Callable[[], ServedModel] | None = None, **settings: Any) -> Iterator[Running]:
+def running(
+    world: World, load: Callable[[], ServedModel] | None = None, state: ServerState | None = None, **settings: Any
+) -> Iterator[Running]:
     """Serve `world` on a free port until the block is left."""
     key = settings.get("api_keys", ("none",))[0]
-    state = ServerState(ServerSettings(port=0, drain_timeout_s=settings.pop("drain_timeout_s", 0.0), **settings))
+    state = state or ServerState(
+        ServerSettings(port=0, drain_timeout_s=settings.pop("drain_timeout_s", 0.0), **settings)
+    )
     process = ServerProcess(create_app(state), state, load or world.served)
     url = process.bind()
     thread = threading.Thread(target=process.run)

@@ -65,6 +65,10 @@ class HarmonyParser(AnswerParser):
             self._as_written, self._at = True, self._in_content
         self._text = self._text[end:]
 
+    @property
+    def _reasons(self) -> bool:
+        return self._at == self._in_reasoning
+
     def _in_reasoning(self, final: bool, pieces: list[Piece]) -> None:
         self._in_message("reasoning", final, pieces)
 

@@ -98,6 +98,10 @@ class SectionParser(AnswerParser):
         elif final or not self._frame.reasoning[0].startswith(self._text.lstrip()):
             self._at = self._before_content
 
+    @property
+    def _reasons(self) -> bool:
+        return self._at in (self._in_opened, self._in_reasoning)
+
     def _in_reasoning(self, final: bool, pieces: list[Piece]) -> None:
         assert self._frame.reasoning is not None
         close = self._frame.reasoning[1]
