@@ -57,6 +57,7 @@ def running(
         process.request_stop()
         thread.join(10)
         assert not thread.is_alive(), "the server did not stop"
+        world.engine.stop()  # a world that `load` never handed over runs on
 
 
 def wait_status(http: httpx.Client, status: str, timeout_s: float = 10.0) -> httpx.Response:
