@@ -8,7 +8,7 @@ outputs, so that the KV cache keeps that vector and one rotated key only. A file
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 from expertserve.errors import GGUFError
@@ -48,10 +48,7 @@ class DeepSeek2(Model):
             self.router = replace(self.router, gating=Gating.SIGMOID)
         self.router = replace(self.router, group_judges=2 if biased else 1)
 
-    def kv_layouts(self) -> Sequence[KVLayout]:
-        return [self._layout(kv.layer) for kv in super().kv_layouts()]
-
-    def _layout(self, layer: int) -> KVLayout:
+    def kv_layout(self, layer: int) -> KVLayout:
         if self._absorbed(layer):
             return KVLayout(layer, 1, self.latent + self.rope.dims, self.latent, values_in_keys=True)
         return KVLayout(layer, self.hp.num_heads, self.head_dim, self.value_dim)
@@ -67,7 +64,7 @@ class DeepSeek2(Model):
         latent = g.rms_norm(g.part(both, 0, self.latent), p + "kv_a_norm.weight", hp.eps)
         rotated = g.part(both, self.latent, self.latent + self.rope.dims)
         k_rope = g.rope(g.reshape(rotated, (g.rows, 1, self.rope.dims)), self.rope)
-        kv = self._layout(layer)
+        kv = self.kv_layout(layer)
         if self._absorbed(layer):
             query = g.concat(g.head_linear(q_nope, p + "k_b.weight"), q_rope)
             key = g.concat(g.reshape(latent, (g.rows, 1, self.latent)), k_rope)

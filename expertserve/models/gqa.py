@@ -14,7 +14,7 @@ from expertserve.gguf.file import GGUFFile
 from expertserve.gguf.spans import ExpertTower
 from expertserve.models.hparams import read_float, read_rope
 from expertserve.models.model import Model
-from expertserve.ops.base import Graph, KVLayout, RopeStyle, Tensor
+from expertserve.ops.base import Graph, RopeStyle, Tensor
 
 
 class QKNorm(Enum):
@@ -43,7 +43,8 @@ class GqaModel(Model):
 
     def attention(self, g: Graph, layer: int, x: Tensor) -> Tensor:
         hp, p = self.hp, f"blk.{layer}."
-        heads = ((hp.num_heads, hp.k_dim), (hp.num_kv_heads, hp.k_dim), (hp.num_kv_heads, hp.v_dim))
+        kv = self.kv_layout(layer)
+        heads = ((hp.num_heads, kv.k_dim), (kv.num_heads, kv.k_dim), (kv.num_heads, kv.v_dim))
         if self.has(p + "attn_qkv.weight"):
             fused = g.linear(x, p + "attn_qkv.weight", self.optional(p + "attn_qkv.bias"))
             ends = list(itertools.accumulate((n * dim for n, dim in heads), initial=0))
@@ -54,7 +55,6 @@ class GqaModel(Model):
         q = self._rotated(g, p + "attn_q_norm.weight", projected[0], *heads[0])
         k = self._rotated(g, p + "attn_k_norm.weight", projected[1], *heads[1])
         v = g.reshape(projected[2], (g.rows, *heads[2]))
-        kv = KVLayout(layer, hp.num_kv_heads, hp.k_dim, hp.v_dim)
         sinks = self.optional(p + "attn_sinks.weight")
         out = g.attention(q, k, v, kv, self.attention_scale, mask=self.mask(layer), sinks=sinks)
         return g.linear(out, p + "attn_output.weight", self.optional(p + "attn_output.bias"))

@@ -24,12 +24,13 @@ class HParams:
 
     Attributes:
         num_layers: layers of the trunk; those after it in the file predict tokens further ahead.
+        kv_heads: of each layer, those after the trunk too; none in a layer that does not attend.
     """
 
     num_layers: int
     hidden: int
     num_heads: int
-    num_kv_heads: int
+    kv_heads: tuple[int, ...]
     k_dim: int
     v_dim: int
     eps: float
@@ -68,7 +69,7 @@ def read_hparams(file: GGUFFile) -> HParams:
         num_layers=blocks - ahead,
         hidden=hidden,
         num_heads=heads,
-        num_kv_heads=read_count(file, "attention.head_count_kv", heads),
+        kv_heads=_read_kv_heads(file, blocks, heads),
         k_dim=k_dim,
         v_dim=read_count(file, "attention.value_length", k_dim),
         eps=read_float(file, "attention.layer_norm_rms_epsilon", 1e-5),
@@ -76,6 +77,19 @@ def read_hparams(file: GGUFFile) -> HParams:
         num_experts=num_experts,
         top_k=top_k,
     )
+
+
+def _read_kv_heads(file: GGUFFile, layers: int, default: int) -> tuple[int, ...]:
+    """KV heads of each layer, which the file states once or layer by layer."""
+    counts = file.get("attention.head_count_kv", default)
+    if not isinstance(counts, list):
+        counts = [read_count(file, "attention.head_count_kv", default)] * layers
+    if len(counts) != layers or not all(isinstance(n, int) and 0 <= n <= MAX_COUNT for n in counts):
+        raise GGUFError(
+            f"{file.paths[0].name}: {file.architecture}.attention.head_count_kv is not one number, or one for each of "
+            f"{layers} layers"
+        )
+    return tuple(counts)
 
 
 def read_rope(file: GGUFFile, style: RopeStyle, head_dim: int) -> Rope:

@@ -14,7 +14,7 @@ from expertserve.gguf.file import GGUFFile
 from expertserve.gguf.spans import ExpertTower
 from expertserve.models.gqa import GqaModel, QKNorm
 from expertserve.models.hparams import read_count
-from expertserve.ops.base import Activation, Graph, KVLayout, RecurrentLayout, Tensor
+from expertserve.ops.base import Activation, DeltaLayout, Graph, RecurrentLayout, Tensor
 
 
 class HybridModel(GqaModel):
@@ -32,9 +32,6 @@ class HybridModel(GqaModel):
     def __init__(self, file: GGUFFile, towers: Mapping[int, ExpertTower], *, draft: bool = False) -> None:
         super().__init__(file, towers, draft=draft)
         self.delta = self._read_layouts()
-
-    def kv_layouts(self) -> Sequence[KVLayout]:
-        return [kv for kv in super().kv_layouts() if kv.layer not in self.delta]
 
     def recurrent_layouts(self) -> Sequence[RecurrentLayout]:
         return list(self.delta.values())
@@ -59,8 +56,8 @@ class HybridModel(GqaModel):
 
     def _gated_attention(self, g: Graph, layer: int, x: Tensor) -> Tensor:
         """Attention whose output is gated by a sigmoid; a query head and its gate lie side by side."""
-        hp, p = self.hp, f"blk.{layer}."
-        sizes = (2 * hp.num_heads * hp.k_dim, hp.num_kv_heads * hp.k_dim, hp.num_kv_heads * hp.v_dim)
+        hp, kv, p = self.hp, self.kv_layout(layer), f"blk.{layer}."
+        sizes = (2 * hp.num_heads * hp.k_dim, kv.num_heads * hp.k_dim, kv.num_heads * hp.v_dim)
         if self.has(p + "attn_qkv.weight"):
             fused, at = g.linear(x, p + "attn_qkv.weight"), (0, sizes[0], sizes[0] + sizes[1], sum(sizes))
             q_gate, k, v = (g.part(fused, at[i], at[i + 1]) for i in range(3))
@@ -69,13 +66,12 @@ class HybridModel(GqaModel):
         q_gate = g.reshape(q_gate, (g.rows, hp.num_heads, 2 * hp.k_dim))
         gate = g.reshape(g.part(q_gate, hp.k_dim, 2 * hp.k_dim), (g.rows, hp.num_heads * hp.k_dim))
         q = self._rotated(g, p + "attn_q_norm.weight", g.part(q_gate, 0, hp.k_dim), hp.num_heads, hp.k_dim)
-        k = self._rotated(g, p + "attn_k_norm.weight", k, hp.num_kv_heads, hp.k_dim)
-        v = g.reshape(v, (g.rows, hp.num_kv_heads, hp.v_dim))
-        kv = KVLayout(layer, hp.num_kv_heads, hp.k_dim, hp.v_dim)
+        k = self._rotated(g, p + "attn_k_norm.weight", k, kv.num_heads, hp.k_dim)
+        v = g.reshape(v, (g.rows, kv.num_heads, hp.v_dim))
         out = g.attention(q, k, v, kv, self.attention_scale)
         return g.linear(g.mul(out, g.sigmoid(gate)), p + "attn_output.weight")
 
-    def _read_layouts(self) -> dict[int, RecurrentLayout]:
+    def _read_layouts(self) -> dict[int, DeltaLayout]:
         """The layout of each recurrent layer, from the file's `ssm` keys."""
         file, layers = self.file, self.hp.num_layers
         interval = read_count(file, "full_attention_interval", 4)
@@ -91,4 +87,4 @@ class HybridModel(GqaModel):
             )
         width, key_dim = read_count(file, "ssm.conv_kernel"), read_count(file, "ssm.state_size")
         sizes = (width, key_heads, value_heads, key_dim, inner // value_heads, self.grouped_heads)
-        return {layer: RecurrentLayout(layer, *sizes) for layer in range(layers) if recurrent[layer]}
+        return {layer: DeltaLayout(layer, *sizes) for layer in range(layers) if recurrent[layer]}

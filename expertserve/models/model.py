@@ -26,6 +26,7 @@ class Model(ABC):
     normalise_router: ClassVar[bool] = True
     activation: ClassVar[Activation] = Activation.SILU
     ffn_norm: ClassVar[str] = "ffn_norm"
+    output_norm: ClassVar[str] = "output_norm"
     predicts_ahead: ClassVar[bool] = False
     """Whether the family's draft layer (MTP) is served, in files that have one."""
 
@@ -102,11 +103,15 @@ class Model(ABC):
         )
         return sorted(dense, key=lambda info: (info.file_index, info.offset))
 
+    def kv_layout(self, layer: int) -> KVLayout:
+        """The KV cache's part of a layer that attends."""
+        return KVLayout(layer, self.hp.kv_heads[layer], self.hp.k_dim, self.hp.v_dim)
+
     def kv_layouts(self) -> Sequence[KVLayout]:
-        """The KV cache's part of each layer that attends."""
-        hp = self.hp
-        layers = [*range(hp.num_layers), *([] if self.draft_layer is None else [self.draft_layer])]
-        return [KVLayout(layer, hp.num_kv_heads, hp.k_dim, hp.v_dim) for layer in layers]
+        """Those of all layers that attend."""
+        recurrent = {state.layer for state in self.recurrent_layouts()}
+        layers = [*range(self.hp.num_layers), *([] if self.draft_layer is None else [self.draft_layer])]
+        return [self.kv_layout(layer) for layer in layers if layer not in recurrent]
 
     def recurrent_layouts(self) -> Sequence[RecurrentLayout]:
         """The recurrent state's part of each layer that has one."""
@@ -206,7 +211,7 @@ class Model(ABC):
 
     def final_norm(self, g: Graph, x: Tensor) -> Tensor:
         """What the output matrix gets for the residual stream x."""
-        return g.rms_norm(x, "output_norm.weight", self.hp.eps)
+        return g.rms_norm(x, f"{self.output_norm}.weight", self.hp.eps)
 
     def logits(self, g: Graph, x: Tensor) -> Tensor:
         """Logits [.., vocab] of what `final_norm` gave."""

@@ -92,16 +92,56 @@ class KVLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class RecurrentLayout:
-    """One gated-DeltaNet layer's part of a sequence's state: a convolution's last inputs and a matrix a head.
+class RecurrentLayout(ABC):
+    """One recurrent layer's part of a sequence's state: a convolution's last inputs, and a matrix a head or none.
 
     Attributes:
         conv_width: inputs that the convolution sees, the newest among them.
-        grouped: value head h reads key head h // (value_heads / key_heads), else h % key_heads.
     """
 
     layer: int
     conv_width: int
+
+    @property
+    @abstractmethod
+    def channels(self) -> int:
+        """Elements that are convolved, each by itself."""
+
+    @property
+    def matrix_shape(self) -> tuple[int, int, int]:
+        """Shape of what is carried on beside the convolution."""
+        return 0, 0, 0
+
+    @property
+    def conv_shape(self) -> tuple[int, int]:
+        """Shape of the convolution's state, oldest input first."""
+        return self.conv_width - 1, self.channels
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one sequence's state, in float32."""
+        return 4 * (math.prod(self.conv_shape) + math.prod(self.matrix_shape))
+
+
+@dataclass(frozen=True, slots=True)
+class ConvLayout(RecurrentLayout):
+    """A layer that convolves and carries nothing else on."""
+
+    width: int
+
+    @property
+    def channels(self) -> int:
+        return self.width
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaLayout(RecurrentLayout):
+    """A gated-DeltaNet layer.
+
+    Attributes:
+        grouped: value head h reads key head h // (value_heads / key_heads), else h % key_heads.
+    """
+
     key_heads: int
     value_heads: int
     key_dim: int
@@ -114,19 +154,8 @@ class RecurrentLayout:
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
     @property
-    def conv_shape(self) -> tuple[int, int]:
-        """Shape of the convolution's state, oldest input first."""
-        return self.conv_width - 1, self.channels
-
-    @property
     def matrix_shape(self) -> tuple[int, int, int]:
-        """Shape of the recurrent state."""
         return self.value_heads, self.key_dim, self.value_dim
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of one sequence's state, in float32."""
-        return 4 * (math.prod(self.conv_shape) + math.prod(self.matrix_shape))
 
 
 class KVType(StrEnum):
@@ -261,9 +290,7 @@ class Graph(ABC):
         """
 
     @abstractmethod
-    def gated_delta(
-        self, qkv: Tensor, alpha: Tensor, beta: Tensor, a: str, state: RecurrentLayout, eps: float
-    ) -> Tensor:
+    def gated_delta(self, qkv: Tensor, alpha: Tensor, beta: Tensor, a: str, state: DeltaLayout, eps: float) -> Tensor:
         """The gated delta rule (arXiv:2412.06464) over the rows of each run: [rows, value_heads * value_dim].
 
         qkv is [rows, channels]: queries, keys, values; q and k are divided by max(their length, eps), q by

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 from expertserve.errors import UnsupportedModelError
-from expertserve.ops.base import KVLayout, RecurrentLayout, Rope
+from expertserve.ops.base import DeltaLayout, KVLayout, RecurrentLayout, Rope
 
 W = TypeVar("W")
 
@@ -65,7 +65,10 @@ def check_rope(rope: Rope, dim: int) -> None:
 def check_attention(heads: int, dim: int, kv: KVLayout) -> None:
     """`heads` queries of `dim` meet the keys of a layer."""
     require(dim == kv.k_dim, f"query heads of {dim} elements meet keys of {kv.k_dim}")
-    require(heads % kv.num_heads == 0, f"{heads} query heads do not divide among {kv.num_heads} KV heads")
+    require(
+        kv.num_heads > 0 and heads % kv.num_heads == 0,
+        f"{heads} query heads do not divide among {kv.num_heads} KV heads",
+    )
 
 
 def check_convolved(shape: Sequence[int], rows: int, state: RecurrentLayout) -> None:
@@ -73,7 +76,7 @@ def check_convolved(shape: Sequence[int], rows: int, state: RecurrentLayout) -> 
     require(tuple(shape) == (rows, state.channels), f"{list(shape)} is convolved, not {state.channels} channels")
 
 
-def check_delta(shapes: Sequence[Sequence[int]], rows: int, state: RecurrentLayout) -> None:
+def check_delta(shapes: Sequence[Sequence[int]], rows: int, state: DeltaLayout) -> None:
     """Shapes of queries, keys and values together, of decay and of strength."""
     for shape, n in zip(shapes, (state.channels, state.value_heads, state.value_heads), strict=True):
         require(tuple(shape) == (rows, n), f"{list(shape)} meets a recurrent state, not rows of {n}")

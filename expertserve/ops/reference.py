@@ -22,6 +22,7 @@ from expertserve.ops import base
 from expertserve.ops.base import (
     NO_MASKS,
     Activation,
+    DeltaLayout,
     ExpertShape,
     HostAccess,
     KVLayout,
@@ -198,9 +199,7 @@ class NumpyGraph(base.Graph):
             states[target] = seen[len(seen) - len(before) :]
         return NumpyTensor(out)
 
-    def gated_delta(
-        self, qkv: Tensor, alpha: Tensor, beta: Tensor, a: str, state: RecurrentLayout, eps: float
-    ) -> Tensor:
+    def gated_delta(self, qkv: Tensor, alpha: Tensor, beta: Tensor, a: str, state: DeltaLayout, eps: float) -> Tensor:
         states, decay = self._b.states(state.layer)[1], np.exp(self._b.weight(a) * np.logaddexp(0, _a(alpha)))
         keys = state.key_heads * state.key_dim
         q, k = (_a(qkv)[:, i * keys : (i + 1) * keys].reshape(self.rows, state.key_heads, -1) for i in (0, 1))

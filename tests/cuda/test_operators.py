@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from expertserve.errors import UnsupportedModelError
-from expertserve.ops.base import Activation, Graph, RecurrentLayout, Tensor
+from expertserve.ops.base import Activation, DeltaLayout, Graph, Tensor
 from expertserve.ops.cuda import graph
 from expertserve.ops.cuda.backend import CudaBackend
 from expertserve.ops.cuda.scratch import ALIGNMENT, Value, place
@@ -73,7 +73,7 @@ def test_selected_outputs() -> None:
 
 @pytest.mark.parametrize("grouped", [True, False])
 def test_recurrence_carries_states_along_runs(grouped: bool) -> None:
-    layout = RecurrentLayout(0, 4, 2, 4, 24, 40, grouped)
+    layout = DeltaLayout(0, 4, 2, 4, 24, 40, grouped)
     runs = np.array([[-1, 0, 0, 3], [0, 1, 3, 4], [1, 1, 4, 4], [-1, 2, 4, 7]], np.int32)
     weights = {
         "conv": as_f32(random(layout.channels, 4, seed=5)),

@@ -41,6 +41,7 @@ FIXTURES = [
     "glm4moe-nextn/model-q4_k.gguf",
     "deepseek2-v3/model-q4_k.gguf",
     "gpt-oss/model-mxfp4.gguf",
+    "lfm2moe/model-q4_k.gguf",
 ]
 DECODED = 5
 SPAN = 640  # cells of a sequence

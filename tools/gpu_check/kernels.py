@@ -19,6 +19,7 @@ from expertserve.gguf.spans import ExpertTower
 from expertserve.ops.base import (
     Activation,
     Backend,
+    DeltaLayout,
     ExpertShape,
     Graph,
     HostAccess,
@@ -185,7 +186,7 @@ def check_kernels(device: Device, report: Report) -> None:
                 what = f"attention {kv_type}, heads of {k_dim} and {v_dim}, {rows} rows"
                 report.check(what, world.agrees, device, partial(_attend, kv=kv), tolerance)
     for key_dim, value_dim, grouped in ((128, 128, True), (24, 40, False)):
-        layout = RecurrentLayout(0, 4, 2, 4, key_dim, value_dim, grouped)
+        layout = DeltaLayout(0, 4, 2, 4, key_dim, value_dim, grouped)
         w = {
             "conv": as_f32(random(layout.channels, 4)),
             "a": as_f32(-np.abs(random(4))),
@@ -221,7 +222,7 @@ def _attend(g: Graph, kv: KVLayout) -> Tensor:
     return g.attention(q, k, None if kv.values_in_keys else k, kv, kv.k_dim**-0.5)
 
 
-def _recur(g: Graph, layout: RecurrentLayout) -> Tensor:
+def _recur(g: Graph, layout: DeltaLayout) -> Tensor:
     x = g.load("x")
     ab = g.linear(x, "ab")
     qkv = g.silu(g.causal_conv(x, "conv", layout))

@@ -17,6 +17,7 @@ from expertserve.errors import UnsupportedModelError
 from expertserve.ops import base
 from expertserve.ops.base import (
     Activation,
+    DeltaLayout,
     HostAccess,
     KVLayout,
     KVType,
@@ -378,9 +379,7 @@ class CudaGraph(base.Graph):
         self._run("causal_conv", (blocks(channels, THREADS),), x, weights, states, *runs, out, channels, width)
         return out
 
-    def gated_delta(
-        self, qkv: Tensor, alpha: Tensor, beta: Tensor, a: str, state: RecurrentLayout, eps: float
-    ) -> Tensor:
+    def gated_delta(self, qkv: Tensor, alpha: Tensor, beta: Tensor, a: str, state: DeltaLayout, eps: float) -> Tensor:
         heads = state.value_heads
         check_delta((qkv.shape, alpha.shape, beta.shape), self.rows, state)
         if state.key_dim > MOST_KEY:

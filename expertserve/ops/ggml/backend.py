@@ -25,7 +25,7 @@ from expertserve.ops.base import NO_MASKS, ExpertShape, HostAccess, KVLayout, KV
 from expertserve.ops.checks import find_weight
 from expertserve.ops.ggml.experts import GgmlExpertKernel
 from expertserve.ops.ggml.graph import GgmlGraph, GgmlTensor
-from expertserve.ops.ggml.library import MAX_STATE_DIM, ggml
+from expertserve.ops.ggml.library import ggml
 from expertserve.ops.ggml.plan import GraphPlan
 from expertserve.ops.segments import BatchShape, SegmentCache
 
@@ -126,8 +126,6 @@ class GgmlBackend(base.Backend):
 
     def allocate_states(self, layouts: Sequence[RecurrentLayout], slots: int) -> None:
         for layout in layouts:
-            if max(layout.key_dim, layout.value_dim) > MAX_STATE_DIM:
-                raise UnsupportedModelError(f"recurrent heads of {layout.key_dim} x {layout.value_dim} are too wide")
             conv, matrix = (self._allocate(4 * slots * math.prod(s)) for s in (layout.conv_shape, layout.matrix_shape))
             self._states[layout.layer] = conv.address, matrix.address
 

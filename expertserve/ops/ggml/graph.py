@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from expertserve.errors import UnsupportedModelError
 from expertserve.ops import base
-from expertserve.ops.base import Activation, KVLayout, RecurrentLayout, Rope, Tensor
+from expertserve.ops.base import Activation, DeltaLayout, KVLayout, RecurrentLayout, Rope, Tensor
 from expertserve.ops.checks import (
     check_attention,
     check_convolved,
@@ -25,6 +25,7 @@ from expertserve.ops.checks import (
     linear_outputs,
 )
 from expertserve.ops.ggml.library import (
+    MAX_STATE_DIM,
     MIN_COLUMNS,
     TILE_ROWS,
     AttentionCall,
@@ -366,12 +367,12 @@ class GgmlGraph(base.Graph):
         call.out = data_slot(out)
         return self._new(out, x.shape)
 
-    def gated_delta(
-        self, qkv: Tensor, alpha: Tensor, beta: Tensor, a: str, state: RecurrentLayout, eps: float
-    ) -> Tensor:
+    def gated_delta(self, qkv: Tensor, alpha: Tensor, beta: Tensor, a: str, state: DeltaLayout, eps: float) -> Tensor:
         assert isinstance(qkv, GgmlTensor) and isinstance(alpha, GgmlTensor) and isinstance(beta, GgmlTensor)
         heads = state.value_heads
         check_delta((qkv.shape, alpha.shape, beta.shape), self.rows, state)
+        if max(state.key_dim, state.value_dim) > MAX_STATE_DIM:
+            raise UnsupportedModelError(f"recurrent heads of {state.key_dim} x {state.value_dim} are too wide")
         call = DeltaCall(
             qkv=data_slot(qkv.ptr),
             alpha=data_slot(alpha.ptr),
