@@ -136,10 +136,11 @@ def _serve(settings: Settings, stats: ExpertStats) -> int:
 
 @_command("bench")
 def _bench(settings: Settings, stats: ExpertStats) -> int:
-    """Times prefill and decode; the last line of output is JSON."""
+    """Times prefill and decode, of one configuration or of many; the last line of output is JSON."""
     from expertserve.bench.rates import bench
+    from expertserve.bench.sweep import is_sweep, sweep
 
-    return bench(settings, stats)
+    return sweep(settings, stats) if is_sweep(settings) else bench(settings, stats)
 
 
 @app.command("doctor")

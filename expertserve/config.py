@@ -23,10 +23,11 @@ from expertserve.values import (
     ExpertBudget,
     file_or_off,
     file_to_write,
-    parse_budget,
     parse_budget_or_off,
+    parse_budgets,
     parse_bytes,
     parse_list,
+    parse_words,
     readable_file,
 )
 
@@ -114,9 +115,10 @@ class Settings:
 
     expert_cache: ExpertBudget = setting(
         ExpertBudget("auto"),
-        "Room for routed experts: a size (8GiB), a number of experts (4000), a share of them (40%) or auto.",
-        parse=parse_budget,
-        metavar="SIZE",
+        "Room for routed experts: a size (8GiB), a number (4000) or share (40%) of them, auto, or off to leave them "
+        "to the page cache.",
+        parse=parse_budget_or_off,
+        metavar="SIZE|off",
     )
     host_cache: ExpertBudget = setting(
         ExpertBudget("auto"),
@@ -320,6 +322,47 @@ class Settings:
         default_text="random prompts, greedy decode",
     )
 
+    batch: int = setting(
+        1, "Sequences that are run side by side.", commands=_BENCH, bounds={"ge": 1, "le": 256}, inert=_fed
+    )
+    budgets: tuple[ExpertBudget, ...] = setting(
+        (),
+        "Values of --expert-cache to compare, a row each (10,25,50 are percent), with controls; like each list here.",
+        commands=_BENCH,
+        parse=parse_budgets,
+        metavar="PERCENT|SIZE,...",
+    )
+    batches: tuple[int, ...] = setting(
+        (), "Values of --batch to compare.", commands=_BENCH, parse=parse_words, metavar="N,..."
+    )
+    contexts: tuple[int, ...] = setting(
+        (), "Values of --prompt-tokens to compare.", commands=_BENCH, parse=parse_words, metavar="N,...", inert=_fed
+    )
+    readers: tuple[Literal["auto", "direct", "buffered", "mmap"], ...] = setting(
+        (), "Values of --reader to compare.", commands=_BENCH, parse=parse_words, metavar="MODE,..."
+    )
+    lookaheads: tuple[Literal["on", "off", "auto"], ...] = setting(
+        (), "Values of --lookahead to compare.", commands=_BENCH, parse=parse_words, metavar="on|off|auto,..."
+    )
+    drafts: tuple[Literal["off", "mtp", "mtp-always"], ...] = setting(
+        (), "Values of --draft to compare.", commands=_BENCH, parse=parse_words, metavar="off|mtp|mtp-always,..."
+    )
+
+    results_csv: Path | None = setting(
+        None,
+        "A file that gets a line for each row of a comparison.",
+        commands=_BENCH,
+        parse=file_to_write,
+        default_text="none",
+    )
+    results_json: Path | None = setting(
+        None,
+        "A file that gets the last line of a comparison.",
+        commands=_BENCH,
+        parse=file_to_write,
+        default_text="none",
+    )
+
     log_format: Literal["text", "json"] = setting("text", "Form of the log lines on standard error.")
     log_level: Literal["debug", "info", "warning", "error"] = setting("info", "Least severity that is logged.")
 
@@ -437,6 +480,27 @@ def resolve(flags: Mapping[str, Any]) -> Settings:
         raise ConfigError(f"no model named: give MODEL (a GGUF file, or demo), or set {ENV_PREFIX}MODEL")
     values["threads"] = values["threads"] or physical_cores()
     return Settings(**values, origin=origin, flags=flags)
+
+
+def as_flags(settings: Settings, command: str) -> list[str]:
+    """Arguments of `command` that give it these settings where nothing else does."""
+    flags = []
+    for item in SETTINGS.values():
+        value = getattr(settings, item.name)
+        if command not in item.declared.commands or value == item.default or item.name in ("model", "config"):
+            continue
+        if item.declared.switch:
+            flags.append(item.flag)
+        elif isinstance(value, tuple):
+            flags += [part for each in value for part in (item.flag, str(each))]
+        else:
+            flags += [item.flag, ("on" if value else "off") if isinstance(value, bool) else str(value)]
+    return flags
+
+
+def environment_without_settings() -> dict[str, str]:
+    """The environment for a process whose settings are all given as arguments."""
+    return {name: value for name, value in os.environ.items() if not name.upper().startswith(ENV_PREFIX)}
 
 
 def prepare_libraries() -> None:

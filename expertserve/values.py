@@ -28,8 +28,8 @@ class ExpertBudget:
     amount: float = 0
 
     def __str__(self) -> str:
-        words = {"auto": "auto", "slots": f"{self.amount:g}", "percent": f"{self.amount:g}%"}
-        return words.get(self.kind, f"{self.amount:.0f}B")
+        words = {"auto": "auto", "slots": f"{self.amount:.0f}", "percent": f"{self.amount:g}%"}
+        return words.get(self.kind, f"{self.amount:.0f}B" if self.amount else "off")
 
 
 def parse_bytes(value: object) -> int:
@@ -72,6 +72,26 @@ def parse_list(value: object) -> object:
     if value.lstrip().startswith("["):
         return json.loads(value)
     return [word for word in value.split(",") if word]
+
+
+def parse_words(value: object) -> list[str]:
+    """Several values in one string, or in several, separated by commas."""
+    strings = [value] if isinstance(value, str | int) else value
+    assert isinstance(strings, list | tuple)
+    return [word.strip() for string in strings for word in str(string).split(",") if word.strip()]
+
+
+def parse_budgets(value: object) -> list[ExpertBudget]:
+    """Budgets separated by commas; a bare number is a share of the experts in percent."""
+    budgets = []
+    for word in parse_words(value):
+        try:
+            budgets.append(parse_budget(f"{word}%" if word.replace(".", "", 1).isdecimal() else word))
+        except ValueError:
+            raise ValueError(
+                "should be shares of the experts in percent or sizes, as in 10,25,50 or 4GiB,8GiB"
+            ) from None
+    return budgets
 
 
 def readable_file(value: object) -> Path:

@@ -231,6 +231,7 @@ def _lane_settings(settings: Settings) -> LaneSettings:
         lookahead=settings.lookahead,
         profile=settings.profile,
         trace=settings.trace,
+        forced=str(settings.expert_cache) == "off",
     )
 
 

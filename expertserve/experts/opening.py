@@ -16,8 +16,8 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from expertserve.errors import ExpertReadError
-from expertserve.experts.budget import SlotPlan, plan_slots, size_classes, tier_places
+from expertserve.errors import ConfigError, ExpertReadError
+from expertserve.experts.budget import SlotPlan, least_slots, plan_slots, size_classes, tier_places
 from expertserve.experts.cache import ExpertSlotCache
 from expertserve.experts.disk import FileDisk
 from expertserve.experts.factory import has_host_tier, make_host_tier, make_slot_store, reads_mapped_files
@@ -48,7 +48,7 @@ class LaneSettings:
         huge_pages: ask for huge pages behind the slots.
         profile: file that keeps hotness between runs.
         trace: file that records routing.
-        forced: serve experts unstreamed, from a mapping of the file: a test switch and the page cache's control.
+        forced: serve experts unstreamed, from a mapping of the file, as the page cache has them; the budget is void.
         host_cache: room in host memory for experts that lose their slot on a device.
     """
 
@@ -129,6 +129,13 @@ def open_parts(
     available_bytes: int | None = None,
 ) -> LaneParts:
     """Plans and opens; see `ExpertLane.open`."""
+    if settings.forced:
+        if not reads_mapped_files(settings.device):
+            raise ConfigError(
+                "--expert-cache off: this device cannot compute where a file is mapped; give a size or auto"
+            )
+        least = ExpertBudget("slots", sum(least_slots(size_classes(towers, 1), top_k)))
+        settings = replace(settings, budget=least)  # never touched, so no memory
     identity = ModelIdentity.of(towers, [os.path.getsize(path) for path in file.paths])
     hotness: Mapping[int, NDArray[np.float64]] = {}
     warnings: tuple[str, ...] = ()

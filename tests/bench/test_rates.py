@@ -33,7 +33,7 @@ class FakeEngine:
 
 
 def runs(engine: FakeEngine, decode_tokens: int = 5) -> dict[str, float | None]:
-    return summary(measure_all(engine, 50, prompt_tokens=20, decode_tokens=decode_tokens, repetitions=3))
+    return summary(measure_all(engine, 50, prompt_tokens=20, decode_tokens=decode_tokens, repetitions=3)[1])
 
 
 def test_medians_leave_out_the_warm_up(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,67 @@
+"""What is read before and after a run: the streamer's counters, the kernel's, and the engine's count of forwards.
+
+Owns the reading, no judgement. The three come from different places on purpose: where they disagree, a figure is void.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import copy
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from expertserve.experts.stats import ExpertStats, PhaseCounters
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Counters of one moment.
+
+    Attributes:
+        phases: of the streamer, by phase.
+        forwards: that the engine has run, drafts not among them.
+        draft_steps: forwards of a draft layer.
+        disk_bytes: that the kernel has fetched from storage for this process; None where it does not say.
+    """
+
+    phases: dict[str, PhaseCounters]
+    forwards: int
+    draft_steps: int
+    disk_bytes: int | None
+
+
+class Meter:
+    """Reads the counters of this process; `forwards` is the engine's count."""
+
+    def __init__(self, stats: ExpertStats, forwards: Callable[[], int] = lambda: 0) -> None:
+        self._stats = stats
+        self._forwards = forwards
+
+    def read(self) -> Reading:
+        phases = {name: copy(counters) for name, counters in self._stats.phases.items()}
+        return Reading(phases, self._forwards(), self._stats.draft_steps, disk_bytes())
+
+
+def difference(after: PhaseCounters, before: PhaseCounters) -> PhaseCounters:
+    """What was counted in between."""
+    names = [field.name for field in fields(PhaseCounters)]
+    return PhaseCounters(**{name: getattr(after, name) - getattr(before, name) for name in names})
+
+
+def disk_bytes() -> int | None:
+    """Bytes that storage delivered to this process, by /proc/self/io."""
+    return _number("/proc/self/io", "read_bytes:")
+
+
+def peak_memory() -> int | None:
+    """Most bytes that were resident at once in this process, mapped files among them."""
+    peak = _number("/proc/self/status", "VmHWM:")
+    return None if peak is None else peak * 1024
+
+
+def _number(path: str, name: str) -> int | None:
+    try:
+        lines = Path(path).read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) for line in lines if line.startswith(name)), None)

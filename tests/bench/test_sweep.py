@@ -1,0 +1,180 @@
+"""Comparisons of `expertserve bench`: each reason for a void row fires when its cause is there; rows say what ran."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from expertserve.bench import meter, rates
+from expertserve.bench.sweep import cases, sweep
+from expertserve.bench.verdict import void_reason
+from expertserve.config import SETTINGS, Settings, as_flags, resolve
+from expertserve.experts import router
+from expertserve.experts.stats import ExpertStats
+from expertserve.models import forward
+from tests.gguf_writer import make_tiny_moe
+
+SMALL = {"device": "cpu", "prompt_tokens": "24", "decode_tokens": "6", "repetitions": "1", "threads": "1"}
+
+
+def settings(**given: str) -> Settings:
+    return resolve({"model": "demo", **SMALL, **given})
+
+
+def report(capsys: pytest.CaptureFixture[str], **given: str) -> dict[str, Any]:
+    """Of a real run in this process."""
+    assert rates.bench(settings(**{"expert_cache": "50%", "reader": "buffered", **given}), quiet()) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
+    return found
+
+
+def quiet() -> ExpertStats:
+    return ExpertStats(every=0, emit=lambda line: None)
+
+
+def test_a_healthy_run_counts_beside_its_control(capsys: pytest.CaptureFixture[str]) -> None:
+    control, row = report(capsys, expert_cache="100%"), report(capsys, expert_cache="15%")
+    assert void_reason(control, None) is None and void_reason(row, control) is None
+    assert row["phases"]["decode"]["misses"] and not control["phases"]["decode"]["misses"]
+    assert row["decoded"] == 5 and row["forwards"] == 6 and row["sampled"] == 6
+
+
+def test_a_dead_clock_voids_the_row(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ExpertStats, "leave_phase", lambda self, draft: None)
+    assert void_reason(report(capsys), None) == "steps did not advance: 0 for 6 forwards"
+
+
+def test_exhausted_slots_void_the_row(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    enter = ExpertStats.enter_phase
+
+    def refuse_one(self: ExpertStats, decode_rows: int, prefill_rows: int) -> None:
+        enter(self, decode_rows, prefill_rows)
+        self.current.exhausted += not prefill_rows
+
+    monkeypatch.setattr(ExpertStats, "enter_phase", refuse_one)
+    assert void_reason(report(capsys), None) == "decode exhausted the slots: 5 experts were refused"
+
+
+def test_another_output_voids_the_row(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    control = report(capsys)
+
+    def a_little_more(*arguments: Any) -> Any:
+        ids, weights = router.route(*arguments)
+        return ids, weights * np.float32(1.001)
+
+    monkeypatch.setattr(forward, "route", a_little_more)
+    said = void_reason(report(capsys), control)
+    assert said is not None and said.startswith("the output differs from the control's")
+
+
+def test_bytes_that_disagree_void_the_row(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    more = count(0, 32 << 20)
+    monkeypatch.setattr(meter, "disk_bytes", lambda: next(more))
+    said = void_reason(report(capsys), None)
+    assert said is not None and said.startswith("bytes disagree in prefill: ")
+
+
+def test_direct_reads_that_never_came_from_storage_void_the_row(capsys: pytest.CaptureFixture[str]) -> None:
+    row = report(capsys) | {"reader": "direct", "disk_bytes": {"prefill": 0, "decode": 0}}
+    assert void_reason(row, None) is None  # within the slack
+    row["phases"]["decode"]["bytes"] = 100 << 20
+    said = void_reason(row, None)
+    assert said is not None and said.startswith("bytes disagree in decode: 104857600 were asked of the file")
+
+
+def test_a_decode_without_experts_voids_the_row(capsys: pytest.CaptureFixture[str]) -> None:
+    row = report(capsys)
+    row["phases"]["decode"] |= {"hits": 0, "misses": 0}
+    assert void_reason(row, None) == "decode asked for no expert"
+
+
+def test_a_batch_gives_each_sequence_its_tokens_in_steps_they_share(capsys: pytest.CaptureFixture[str]) -> None:
+    row = report(capsys, batch="3")
+    assert row["phases"]["decode"]["steps"] == 5 and row["phases"]["decode"]["rows"] == row["decoded"] == 15
+    assert (
+        len(row["first_token_ms_runs"]) == 3
+        and void_reason(row, report(capsys, batch="3", expert_cache="100%")) is None
+    )
+
+
+def test_rows_are_the_product_of_the_lists_with_two_controls_a_group() -> None:
+    found = cases(settings(budgets="10,25,1MiB", readers="direct,mmap", batches="1,2", lookahead="off"))
+    assert len(found) == 2 * (2 + 6)
+    assert [str(case.settings.expert_cache) for case in found[:4]] == ["100%", "off", "10%", "10%"]
+    assert {case.settings.lookahead for case in found} == {"off"}
+    assert str(found[7].settings.expert_cache) == "1048576B" and found[7].settings.reader == "mmap"
+    assert not any(case.settings.budgets or case.settings.batches for case in found)
+
+
+def test_arguments_made_of_settings_give_the_same_settings() -> None:
+    made = settings(
+        expert_cache="off", host_cache="off", budgets="10,2GiB", drafts="off,mtp", flash_attn="off", ctx="64"
+    )
+    flags = as_flags(made, "bench")
+    values: dict[str, Any] = {"model": "demo"}
+    for flag, value in zip(flags[::2], flags[1::2], strict=True):
+        name = flag.removeprefix("--").replace("-", "_")
+        values[name] = [*values.get(name, []), value] if SETTINGS[name].repeatable else value
+    assert replace(resolve(values), origin={}) == replace(made, origin={})
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    given = [part for name, value in SMALL.items() for part in (f"--{name.replace('_', '-')}", value)]
+    return subprocess.run(
+        [sys.executable, "-m", "expertserve.cli", "bench", *arguments, *given], capture_output=True, text=True
+    )
+
+
+def test_table_csv_and_json_have_the_same_rows(tmp_path: Path) -> None:
+    lines, whole = tmp_path / "rows.csv", tmp_path / "rows.json"
+    done = run("demo", "--budgets", "25", "--results-csv", str(lines), "--results-json", str(whole))
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert json.loads(whole.read_text()) == result and result["void"] == 0
+    assert [row["part"] for row in result["rows"]] == ["resident", "page cache", "row"]
+    with lines.open(newline="") as file:
+        assert [float(row["decode_tok_s"]) for row in csv.DictReader(file)] == [
+            row["decode_tok_s"] for row in result["rows"]
+        ]
+    row = result["rows"][2]
+    assert row["slots"] == 60 and 0 < row["decode_hit_rate"] < 1 and row["compared_with"].startswith("resident")
+    assert f"{row['decode_tok_s']:.2f}" in done.stdout.splitlines()[-2]
+    assert " steps=18 " in done.stderr.splitlines()[-1]  # of the timed runs of all rows
+
+
+def test_a_model_that_vanishes_voids_the_rows_that_are_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = make_tiny_moe(tmp_path / "m.gguf")
+    from expertserve.bench import sweep as module
+
+    real = module._measure
+
+    def measure(case: Any, stats: ExpertStats) -> dict[str, Any]:
+        if case.part == "row":
+            model.unlink(missing_ok=True)
+        return real(case, stats)
+
+    monkeypatch.setattr(module, "_measure", measure)
+    assert sweep(settings(model=str(model), budgets="50"), quiet()) == 1
+    shown = capsys.readouterr().out
+    result = json.loads(shown.splitlines()[-1])
+    assert [bool(row["void"]) for row in result["rows"]] == [False, False, True]
+    assert "No such file" in result["rows"][2]["void"] and "decode_tok_s" not in result["rows"][2]
+    assert "Traceback" not in shown and shown.splitlines()[-2].split("VOID: ")[1].startswith("its process ended with")
+
+
+def test_a_budget_that_does_not_fit_is_no_void_row() -> None:
+    done = run("demo", "--budgets", "1")
+    assert done.returncode == 0, done.stdout
+    row = json.loads(done.stdout.splitlines()[-1])["rows"][2]
+    assert row["void"] is None and "too little room" in row["refused"] and "did not fit: " in done.stdout
