@@ -26,6 +26,7 @@ from expertserve.values import (
     parse_budget_or_off,
     parse_budgets,
     parse_bytes,
+    parse_cap,
     parse_list,
     parse_words,
     readable_file,
@@ -49,6 +50,11 @@ def _no_penalty(settings: Settings) -> str | None:
 
 def _fed(settings: Settings) -> str | None:
     return "feed says which tokens are run, once" if settings.feed else None
+
+
+def _once(settings: Settings) -> str | None:
+    cold = "a cold run is the first of its process" if settings.page_cache == "cold" else None
+    return _fed(settings) or cold
 
 
 def _on_gpu(settings: Settings) -> str | None:
@@ -312,7 +318,7 @@ class Settings:
         "Runs whose median is reported; one more warms up.",
         commands=_BENCH,
         bounds={"ge": 1, "le": 1000},
-        inert=_fed,
+        inert=_once,
     )
     feed: Path | None = setting(
         None,
@@ -348,6 +354,21 @@ class Settings:
         (), "Values of --draft to compare.", commands=_BENCH, parse=parse_words, metavar="off|mtp|mtp-always,..."
     )
 
+    page_cache: Literal["any", "cold", "warm"] = setting(
+        "any",
+        "What of the model's file is cached when a run starts: as it happens to be, nothing (one run, the first of its "
+        "process, is timed), or all of it.",
+        commands=_BENCH,
+    )
+    memory_cap: ExpertBudget | None = setting(
+        None,
+        "Memory each row's process may use, page cache included, as a size or a share of the model's file (50%); "
+        "by a control group.",
+        commands=_BENCH,
+        parse=parse_cap,
+        metavar="SIZE|PERCENT",
+        default_text="no limit",
+    )
     results_csv: Path | None = setting(
         None,
         "A file that gets a line for each row of a comparison.",

@@ -94,6 +94,19 @@ def parse_budgets(value: object) -> list[ExpertBudget]:
     return budgets
 
 
+def parse_cap(value: object) -> ExpertBudget | None:
+    """A size, or a share of something in percent; nothing where nothing is given."""
+    if value is None:
+        return None
+    try:
+        budget = parse_budget(value)
+    except ValueError:
+        budget = ExpertBudget("auto")
+    if budget.kind not in ("bytes", "percent"):
+        raise ValueError("should be a size (8GiB) or a share of the model's file (50%)")
+    return budget
+
+
 def readable_file(value: object) -> Path:
     path = Path(str(value)).expanduser()
     if not os.path.isfile(path):  # pathlib raises for a name too long, such as the text of a template

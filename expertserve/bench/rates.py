@@ -14,6 +14,7 @@ import json
 import math
 import statistics
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from operator import eq
 from pathlib import Path
@@ -25,7 +26,9 @@ import numpy as np
 
 from expertserve import __version__
 from expertserve.bench.meter import Meter, Reading, difference, peak_memory
+from expertserve.bench.page_cache import cached_share, drop, fill
 from expertserve.config import Settings
+from expertserve.data import model_path
 from expertserve.engine.load import LoadedModel, load_model
 from expertserve.engine.request import (
     ErrorEvent,
@@ -39,6 +42,7 @@ from expertserve.engine.request import (
 from expertserve.engine.waiting import Submits
 from expertserve.errors import ConfigError, ExpertServeError, KernelUnavailableError
 from expertserve.experts.stats import PHASES, ExpertStats, PhaseCounters
+from expertserve.gguf.file import GGUFFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +227,16 @@ def measure_all(
     return runs[0], runs[1:]
 
 
+def measure_cold(model: LoadedModel, settings: Settings, meter: Meter) -> tuple[Run, Run]:
+    """The first run of a process, timed, and a checked one after it."""
+    draws = np.random.default_rng(0)
+    shape = (settings.batch, settings.prompt_tokens)
+    prompts = [draws.integers(0, model.tokenizer.vocab_size, shape).tolist() for _ in range(2)]
+    first = measure(model.engine, prompts[0], settings.decode_tokens, meter=meter)
+    _show("cold run", first)
+    return first, measure(model.engine, prompts[1], settings.decode_tokens, meter=meter, logprobs=0)
+
+
 def _show(name: str, run: Run) -> None:
     decode = "-" if run.decode_tok_s is None else f"{run.decode_tok_s:.2f} tok/s"
     print(f"{name}: prefill {run.prefill_tok_s:.1f} tok/s, decode {decode}", flush=True)
@@ -282,12 +296,21 @@ def _disk_bytes(run: Run) -> tuple[int | None, int | None]:
 def bench(settings: Settings, stats: ExpertStats) -> int:
     """Measures the model that `settings` name and prints the result; returns the exit status."""
     feed = None if settings.feed is None else Feed.read(settings.feed)
+    with closing(GGUFFile.open(model_path(settings.model))) as file:
+        paths = file.paths
+    if settings.page_cache != "any":
+        (drop if settings.page_cache == "cold" else fill)(paths)
+    cached = cached_share(paths)
     model = load_model(dataclasses.replace(settings, parallel=settings.batch, prompt_slowdown=0.0), stats)
     try:
         meter = Meter(stats, lambda: int(model.engine.snapshot()["steps"]))
         if feed is not None:
             runs = [measure_fed(model.engine, feed, meter)]
             result = fed_summary(runs[0])
+        elif settings.page_cache == "cold":
+            first, checked = measure_cold(model, settings, meter)
+            runs = [first]
+            result = {**summary(runs), "digest": checked.digest}
         else:
             checked, runs = measure_all(
                 model.engine,
@@ -299,7 +322,8 @@ def bench(settings: Settings, stats: ExpertStats) -> int:
                 meter=meter,
             )
             result = {**summary(runs), "digest": checked.digest}
-        print(json.dumps({**result, **counted(runs), **_conditions(settings, model, stats, feed)}))
+        conditions = _conditions(settings, model, stats, feed) | {"cached": [cached, cached_share(paths)]}
+        print(json.dumps({**result, **counted(runs), **conditions}))
     finally:
         model.close()
     return 0
@@ -315,7 +339,8 @@ def _conditions(settings: Settings, model: LoadedModel, stats: ExpertStats, feed
         "flash_attn": settings.flash_attn,
         "prompt_tokens": len(feed.prompt) if feed else settings.prompt_tokens,
         "decode_tokens": len(feed.decode) if feed else settings.decode_tokens,
-        "repetitions": 1 if feed else settings.repetitions,
+        "repetitions": 1 if feed or settings.page_cache == "cold" else settings.repetitions,
+        "page_cache": settings.page_cache,
         "batch": settings.batch,
         "chunk": settings.chunk,
         "draft": settings.draft,

@@ -13,7 +13,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -21,11 +21,12 @@ from statistics import median
 from typing import Any
 
 from expertserve import log
+from expertserve.bench.memory_cap import limited_memory
 from expertserve.bench.plan import Sizes, disk_rate, memory_rate, model_sizes
 from expertserve.bench.verdict import Report, void_reason
 from expertserve.config import Settings, as_flags, environment_without_settings
 from expertserve.data import model_path
-from expertserve.errors import CapacityError
+from expertserve.errors import CapacityError, ConfigError
 from expertserve.experts.factory import reads_mapped_files
 from expertserve.experts.reader import open_reader
 from expertserve.experts.stats import ExpertStats, PhaseCounters
@@ -81,13 +82,15 @@ class Machine:
 
 def is_sweep(settings: Settings) -> bool:
     """Whether settings name more than one configuration, or ask for what only a sweep gives."""
-    return any(getattr(settings, name) for name in LISTS) or bool(settings.results_csv or settings.results_json)
+    return any(getattr(settings, name) for name in LISTS) or any(
+        (settings.results_csv, settings.results_json, settings.memory_cap)
+    )
 
 
 def cases(settings: Settings) -> list[Case]:
     """Rows and controls, group by group, a group's resident control first."""
     none: dict[str, Any] = dict.fromkeys(LISTS, ())
-    none |= dict.fromkeys(("results_csv", "results_json", "stats_json", "trace", "profile"))
+    none |= dict.fromkeys(("memory_cap", "results_csv", "results_json", "stats_json", "trace", "profile"))
     plain = replace(settings, **none)
     found: list[Case] = []
     values = {name: getattr(settings, name) or (getattr(settings, single),) for name, single in LISTS.items()}
@@ -108,10 +111,11 @@ def sweep(settings: Settings, stats: ExpertStats) -> int:
     for name, single in LISTS.items():
         if getattr(settings, name) and single in settings.origin:
             log.get_logger(__name__).warning(f"{settings.origin[single]} has no effect: --{name} lists values")
+    cap = _cap_bytes(settings)
     machine = _machine(settings)
     rows = []
     for case in cases(settings):
-        row = _measure(case, stats)
+        row = _measure(case, stats, cap)
         print(_label(row) + ": " + _outcome(row), flush=True)
         rows.append(row)
     _judge(rows)
@@ -122,6 +126,8 @@ def sweep(settings: Settings, stats: ExpertStats) -> int:
     shown = [{name: value for name, value in row.items() if name != "report"} for row in rows]
     result = {
         "model": settings.model,
+        "memory_cap_bytes": cap,
+        "page_cache": settings.page_cache,
         "memory_bytes_s": machine.memory,
         "disk_bytes_s": machine.disk,
         "void": sum(bool(row["void"]) for row in rows),
@@ -135,6 +141,19 @@ def sweep(settings: Settings, stats: ExpertStats) -> int:
     return 1 if result["void"] else 0
 
 
+def _cap_bytes(settings: Settings) -> int | None:
+    """The limit in bytes; what is cached before a process starts is not charged to it, so the cache must be cold."""
+    cap = settings.memory_cap
+    if cap is None:
+        return None
+    if settings.page_cache != "cold":
+        raise ConfigError("--memory-cap holds what is read under it, not what is cached before: add --page-cache cold")
+    if cap.kind == "bytes":
+        return int(cap.amount)
+    with closing(GGUFFile.open(model_path(settings.model))) as file:
+        return int(sum(path.stat().st_size for path in file.paths) * cap.amount / 100)
+
+
 def _machine(settings: Settings) -> Machine:
     with closing(GGUFFile.open(model_path(settings.model))) as file:
         sizes = model_sizes(load_model(file))
@@ -144,7 +163,7 @@ def _machine(settings: Settings) -> Machine:
     return Machine(sizes, memory_rate(settings.threads), disk)
 
 
-def _measure(case: Case, stats: ExpertStats) -> dict[str, Any]:
+def _measure(case: Case, stats: ExpertStats, cap: int | None = None) -> dict[str, Any]:
     """Runs a row's process; its report, or why there is none."""
     settings = case.settings
     row: dict[str, Any] = {
@@ -162,16 +181,23 @@ def _measure(case: Case, stats: ExpertStats) -> dict[str, Any]:
     }
     command = [sys.executable, "-m", "expertserve.cli", "bench", settings.model, *as_flags(settings, "bench")]
     try:
-        done = subprocess.run(
-            command, env=environment_without_settings(), capture_output=True, text=True, timeout=_TIMEOUT_S
-        )
+        with limited_memory(cap) if cap else nullcontext() as group:
+            done = subprocess.run(
+                command,
+                env=environment_without_settings(),
+                capture_output=True,
+                text=True,
+                timeout=_TIMEOUT_S,
+                preexec_fn=None if group is None else group.enter,
+            )
+            peak = None if group is None else group.peak_bytes()
     except subprocess.TimeoutExpired:
         return row | {"void": f"its process did not end within {_TIMEOUT_S} s"}
     if done.returncode == 0:
         report = json.loads(done.stdout.splitlines()[-1])
         for name, counters in report["phases"].items():
             stats.phases[name].add(PhaseCounters(**counters))
-        return row | {"report": report}
+        return row | {"report": report if peak is None else report | {"peak_bytes": peak}}
     return row | _failure(done)
 
 

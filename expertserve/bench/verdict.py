@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 from math import ceil
 from typing import Any
 
+from expertserve.bench.page_cache import WARM
+
 Report = Mapping[str, Any]
 TOLERANCE = 0.03
 SLACK_BYTES = 8 << 20  # the interpreter's own pages, and reads begun in one phase and ended in the next
@@ -31,6 +33,9 @@ def _reasons(report: Report, control: Report | None) -> Iterator[str]:
     if control is not None:
         yield from _other_output(report, control)
     yield from _bytes_disagree(report)
+    if report["page_cache"] == "warm" and report["cached"][1] < WARM:
+        left = report["cached"][1]
+        yield f"the page cache lost the model: {left:.0%} of it was left at the end; use --page-cache cold"
 
 
 def _dead_clock(report: Report) -> Iterator[str]:

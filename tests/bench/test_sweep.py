@@ -14,10 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from expertserve.bench import meter, rates
+from expertserve.bench import meter, page_cache, rates
+from expertserve.bench.memory_cap import limited_memory
 from expertserve.bench.sweep import cases, sweep
 from expertserve.bench.verdict import void_reason
 from expertserve.config import SETTINGS, Settings, as_flags, resolve
+from expertserve.errors import ConfigError
 from expertserve.experts import router
 from expertserve.experts.stats import ExpertStats
 from expertserve.models import forward
@@ -159,10 +161,10 @@ def test_a_model_that_vanishes_voids_the_rows_that_are_left(
 
     real = module._measure
 
-    def measure(case: Any, stats: ExpertStats) -> dict[str, Any]:
+    def measure(case: Any, *rest: Any) -> dict[str, Any]:
         if case.part == "row":
             model.unlink(missing_ok=True)
-        return real(case, stats)
+        return real(case, *rest)
 
     monkeypatch.setattr(module, "_measure", measure)
     assert sweep(settings(model=str(model), budgets="50"), quiet()) == 1
@@ -178,3 +180,44 @@ def test_a_budget_that_does_not_fit_is_no_void_row() -> None:
     assert done.returncode == 0, done.stdout
     row = json.loads(done.stdout.splitlines()[-1])["rows"][2]
     assert row["void"] is None and "too little room" in row["refused"] and "did not fit: " in done.stdout
+
+
+def test_cold_is_dropped_and_warm_is_filled(tmp_path: Path) -> None:
+    model = make_tiny_moe(tmp_path / "m.gguf")
+    page_cache.fill([model])
+    assert page_cache.cached_share([model]) == 1.0
+    try:
+        page_cache.drop([model])
+    except ConfigError:
+        pytest.skip("this file system keeps its files in memory")
+    assert page_cache.cached_share([model]) < page_cache.COLD
+
+
+def test_a_page_cache_that_lost_the_model_voids_a_warm_row(capsys: pytest.CaptureFixture[str]) -> None:
+    row = report(capsys, page_cache="warm")
+    assert row["cached"] == [1.0, 1.0] and void_reason(row, None) is None
+    said = void_reason(row | {"cached": [1.0, 0.5]}, None)
+    assert said is not None and said.startswith("the page cache lost the model: 50%")
+
+
+def test_a_cap_over_a_cache_that_is_not_cold_is_refused() -> None:
+    done = run("demo", "--memory-cap", "1GiB")
+    assert done.returncode == 2 and "add --page-cache cold" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("own", "where", "limit"),
+    [
+        ("4:memory:/job\n", "sys/fs/cgroup/memory/job", "memory.limit_in_bytes"),
+        ("0::/user/job\n", "sys/fs/cgroup/user", "memory.max"),
+    ],
+)
+def test_a_group_that_has_no_limit_file_is_refused_and_removed(
+    tmp_path: Path, own: str, where: str, limit: str
+) -> None:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(own)
+    (tmp_path / where).mkdir(parents=True)
+    with pytest.raises(ConfigError, match=f"no control group can be made .*{limit}"), limited_memory(1 << 30, tmp_path):
+        pass
+    assert not list((tmp_path / where).iterdir())
