@@ -369,6 +369,13 @@ class Settings:
         metavar="SIZE|PERCENT",
         default_text="no limit",
     )
+    plot: Path | None = setting(
+        None,
+        "A picture of a comparison's speeds, times and use of experts; needs the extra `plot`.",
+        commands=_BENCH,
+        parse=file_to_write,
+        default_text="none",
+    )
     results_csv: Path | None = setting(
         None,
         "A file that gets a line for each row of a comparison.",

@@ -42,10 +42,79 @@ def plot_trace(
     _plot_reuse(reuse, distances, sum(map(len, uses.values())))
     _plot_heat(heat, uses)
     figure.colorbar(heat.images[0], ax=heat, label="share of the layer's decode selections (%)")
+    _save(figure, out, "--out")
+
+
+def plot_sweep(
+    out: Path, title: str, rows: Sequence[Mapping[str, Any]], experts: int, uses: Mapping[int, NDArray[np.int64]]
+) -> None:
+    """Decode speed and hit rate over slots, where a token's time goes, and use of experts by layer.
+
+    Args:
+        out: the picture; its suffix says which format.
+        title: what was measured.
+        rows: of the table, those that count.
+        experts: of all layers.
+        uses: by layer, decode steps that selected each expert.
+
+    Raises:
+        ConfigError: there is no matplotlib, or the picture cannot be written.
+    """
+    figure, (speeds, times, heat) = _figure(3)
+    figure.suptitle(f"expertserve bench of {title}")
+    _plot_speeds(speeds, rows, experts)
+    _plot_times(times, rows, experts)
+    _plot_heat(heat, uses)
+    figure.colorbar(heat.images[0], ax=heat, label="share of the layer's decode selections (%)")
+    _save(figure, out, "--plot")
+
+
+def _plot_speeds(axes: Any, rows: Sequence[Mapping[str, Any]], experts: int) -> None:
+    slots = sorted((row for row in rows if row["part"] != "page cache"), key=lambda row: row["slots"])
+    shares = [100 * row["slots"] / experts for row in slots]
+    axes.plot(shares, [row["decode_tok_s"] for row in slots], "o-", color=_COLOURS["ours"], label="decode")
+    axes.plot(shares, [row["roofline_tok_s"] for row in slots], "--", color=_COLOURS["Belady"], label="roofline")
+    for row in (row for row in rows if row["part"] == "page cache"):
+        axes.axhline(row["decode_tok_s"], linestyle=":", color=_COLOURS["LRU"], label="page cache only")
+    axes.set(
+        title="Decode speed and hit rate", xlabel="slots (% of all experts)", ylabel="tokens/s (log)", xlim=(0, 103)
+    )
+    axes.set_yscale("log")
+    axes.grid(alpha=0.3)
+    hits = axes.twinx()
+    rates = [None if row["decode_hit_rate"] is None else 100 * row["decode_hit_rate"] for row in slots]
+    hits.plot(shares, rates, "s-", color=_COLOURS["LFU"], label="hit rate (right)", markersize=4, alpha=0.7)
+    hits.set(ylabel="hit rate of decode (%)", ylim=(0, 105))
+    lines, names = axes.get_legend_handles_labels()
+    more, others = hits.get_legend_handles_labels()
+    axes.legend(lines + more, names + others, loc="lower right")
+
+
+def _plot_times(axes: Any, rows: Sequence[Mapping[str, Any]], experts: int) -> None:
+    names = [f"{100 * row['slots'] / experts:.0f}%" if row["part"] == "row" else row["part"] for row in rows]
+    rest = [row["compute_ms_token"] - row["expert_ms_token"] for row in rows]
+    other = [max(0.0, 1000 / row["decode_tok_s"] - row["stall_ms_token"] - row["compute_ms_token"]) for row in rows]
+    parts = {
+        "experts' kernel": [row["expert_ms_token"] for row in rows],
+        "rest of the forward": rest,
+        "stalled on reads": [row["stall_ms_token"] for row in rows],
+        "slots, sampling, Python": other,
+    }
+    bottom = np.zeros(len(rows))
+    for (name, heights), colour in zip(parts.items(), ("#1b9e77", "#66c2a5", "#d95f02", "#999999"), strict=True):
+        axes.bar(range(len(rows)), heights, bottom=bottom, label=name, color=colour)
+        bottom += np.array(heights)
+    axes.set_xticks(range(len(rows)), names, rotation=30, ha="right")
+    axes.set(title="Time of a token", ylabel="ms a token", xlabel="slots, or control", ylim=(0, 1.4 * max(bottom)))
+    axes.grid(alpha=0.3, axis="y")
+    axes.legend()
+
+
+def _save(figure: Any, out: Path, flag: str) -> None:
     try:
         figure.savefig(out, dpi=120)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--out {out}: the picture cannot be written: {error}") from error
+        raise ConfigError(f"{flag} {out}: the picture cannot be written: {error}") from error
 
 
 def _figure(parts: int) -> tuple[Any, Any]:

@@ -18,11 +18,15 @@ from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from expertserve import log
+from expertserve.bench.lab import uses
 from expertserve.bench.memory_cap import limited_memory
 from expertserve.bench.plan import Sizes, disk_rate, memory_rate, model_sizes
+from expertserve.bench.plots import plot_sweep
+from expertserve.bench.replay import read_requests
 from expertserve.bench.verdict import Report, void_reason
 from expertserve.config import Settings, as_flags, environment_without_settings
 from expertserve.data import model_path
@@ -90,7 +94,7 @@ def is_sweep(settings: Settings) -> bool:
 def cases(settings: Settings) -> list[Case]:
     """Rows and controls, group by group, a group's resident control first."""
     none: dict[str, Any] = dict.fromkeys(LISTS, ())
-    none |= dict.fromkeys(("memory_cap", "results_csv", "results_json", "stats_json", "trace", "profile"))
+    none |= dict.fromkeys(("plot", "memory_cap", "results_csv", "results_json", "stats_json", "trace", "profile"))
     plain = replace(settings, **none)
     found: list[Case] = []
     values = {name: getattr(settings, name) or (getattr(settings, single),) for name, single in LISTS.items()}
@@ -113,11 +117,15 @@ def sweep(settings: Settings, stats: ExpertStats) -> int:
             log.get_logger(__name__).warning(f"{settings.origin[single]} has no effect: --{name} lists values")
     cap = _cap_bytes(settings)
     machine = _machine(settings)
-    rows = []
-    for case in cases(settings):
-        row = _measure(case, stats, cap)
-        print(_label(row) + ": " + _outcome(row), flush=True)
-        rows.append(row)
+    rows: list[dict[str, Any]] = []
+    with TemporaryDirectory() as folder:
+        trace = Path(folder) / "routing.trace" if settings.plot else settings.trace
+        for case in cases(settings):
+            traced = case.part == "resident" and not rows  # routing is the same in every row
+            row = _measure(replace(case, settings=replace(case.settings, trace=trace if traced else None)), stats, cap)
+            print(_label(row) + ": " + _outcome(row), flush=True)
+            rows.append(row)
+        used = uses(read_requests(trace)) if settings.plot and trace and trace.exists() else {}
     _judge(rows)
     for row in rows:
         row |= {} if row["void"] or row["refused"] else figures(row["report"], machine)
@@ -133,6 +141,9 @@ def sweep(settings: Settings, stats: ExpertStats) -> int:
         "void": sum(bool(row["void"]) for row in rows),
         "rows": shown,
     }
+    counting = [row for row in rows if row.get("decode_tok_s")]
+    if settings.plot is not None and used and counting:
+        plot_sweep(settings.plot, Path(settings.model).name, counting, machine.sizes.experts, used)
     if settings.results_csv is not None:
         _write_csv(settings.results_csv, shown)
     if settings.results_json is not None:

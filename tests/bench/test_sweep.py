@@ -138,9 +138,13 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_table_csv_and_json_have_the_same_rows(tmp_path: Path) -> None:
     lines, whole = tmp_path / "rows.csv", tmp_path / "rows.json"
-    done = run("demo", "--budgets", "25", "--results-csv", str(lines), "--results-json", str(whole))
+    picture = tmp_path / "rows.svg"
+    done = run(
+        "demo", "--budgets", "25", "--plot", str(picture), "--results-csv", str(lines), "--results-json", str(whole)
+    )
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
+    assert picture.read_text().startswith("<?xml")
     assert json.loads(whole.read_text()) == result and result["void"] == 0
     assert [row["part"] for row in result["rows"]] == ["resident", "page cache", "row"]
     with lines.open(newline="") as file:
