@@ -126,7 +126,7 @@ def test_arguments_made_of_settings_give_the_same_settings() -> None:
     for flag, value in zip(flags[::2], flags[1::2], strict=True):
         name = flag.removeprefix("--").replace("-", "_")
         values[name] = [*values.get(name, []), value] if SETTINGS[name].repeatable else value
-    assert replace(resolve(values), origin={}) == replace(made, origin={})
+    assert replace(resolve(values), origin={}, flags={}) == replace(made, origin={}, flags={})
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
