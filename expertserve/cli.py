@@ -98,7 +98,7 @@ def _command(name: str, *extra: inspect.Parameter) -> Callable[[Callable[..., in
 
 def _start(command: str, flags: dict[str, Any]) -> tuple[Settings, ExpertStats]:
     """Resolves the settings; from here on the process ends with the final statistics line, whatever happens."""
-    settings = resolve(flags)
+    settings = resolve(flags, command=command)
     prepare_libraries()
     if settings.device == "auto":
         from expertserve.ops.factory import best_device
@@ -140,6 +140,12 @@ def _bench(settings: Settings, stats: ExpertStats) -> int:
     from expertserve.bench.rates import bench
     from expertserve.bench.sweep import is_sweep, sweep
 
+    if settings.synth:
+        from expertserve.bench.synth import of_made_model, write_only
+
+        if settings.write_only:
+            return write_only(settings)
+        settings = of_made_model(settings)
     return sweep(settings, stats) if is_sweep(settings) else bench(settings, stats)
 
 

@@ -28,6 +28,7 @@ from expertserve.values import (
     parse_bytes,
     parse_cap,
     parse_list,
+    parse_scale,
     parse_words,
     readable_file,
 )
@@ -57,6 +58,18 @@ def _once(settings: Settings) -> str | None:
     return _fed(settings) or cold
 
 
+def _no_synth(settings: Settings) -> str | None:
+    return None if settings.synth else "there is no --synth"
+
+
+def _synth_model(settings: Settings) -> str | None:
+    return "the model is the one that --synth makes" if settings.synth else None
+
+
+def _layers_given(settings: Settings) -> str | None:
+    return "--layers says how many" if settings.layers else _no_synth(settings)
+
+
 def _on_gpu(settings: Settings) -> str | None:
     return "the GPU computes" if settings.device == "cuda" else None
 
@@ -80,7 +93,11 @@ class Settings:
     `flags` are what `resolve` got, to read environment and file again beside them.
     """
 
-    model: str = setting("", "The GGUF to serve (the first file of a split one), or `demo` for the embedded model.")
+    model: str = setting(
+        "",
+        "The GGUF to serve (the first file of a split one), or `demo` for the embedded model.",
+        inert=_synth_model,
+    )
     device: Literal["auto", "cpu", "cuda", "reference"] = setting(
         "auto",
         "Where the model computes; auto is cuda where a GPU can be used, else cpu; reference is slow NumPy.",
@@ -390,6 +407,56 @@ class Settings:
         parse=file_to_write,
         default_text="none",
     )
+    synth: str | None = setting(
+        None,
+        "Make a synthetic model with the shapes of a real one (a name such as qwen3-30b-a3b) and measure that.",
+        commands=_BENCH,
+        metavar="NAME",
+        default_text="none",
+    )
+    output: Path | None = setting(
+        None,
+        "Where the synthetic model goes; one that is there already is used.",
+        commands=_BENCH,
+        short="-o",
+        parse=file_to_write,
+        default_text="NAME-synthetic.gguf",
+        inert=_no_synth,
+    )
+    layers: int | None = setting(
+        None,
+        "Layers of the synthetic model; with fewer it is smaller, and its shapes are as they were.",
+        commands=_BENCH,
+        bounds={"ge": 1},
+        default_text="all",
+        inert=_no_synth,
+    )
+    scale: ExpertBudget = setting(
+        ExpertBudget("percent", 100),
+        "As many layers as come to this share of them (25%) or fit in this size (8GiB).",
+        commands=_BENCH,
+        parse=parse_scale,
+        metavar="PERCENT|SIZE",
+        inert=_layers_given,
+    )
+    skew: Path | None = setting(
+        None,
+        "A routing trace of --trace; the synthetic model's routers favour experts as much as it does.",
+        commands=_BENCH,
+        parse=readable_file,
+        default_text="that of the embedded model",
+        inert=_no_synth,
+    )
+    synth_seed: int = setting(
+        0,
+        "Seed of the synthetic model; the same one gives the same file.",
+        commands=_BENCH,
+        bounds={"ge": 0, "lt": 2**32},
+        inert=_no_synth,
+    )
+    write_only: bool = setting(
+        False, "Write the synthetic model and measure nothing.", commands=_BENCH, switch=True, inert=_no_synth
+    )
 
     log_format: Literal["text", "json"] = setting("text", "Form of the log lines on standard error.")
     log_level: Literal["debug", "info", "warning", "error"] = setting("info", "Least severity that is logged.")
@@ -480,8 +547,10 @@ def _origins(flags: Mapping[str, Any], toml: Mapping[str, Any], file: Path | Non
     return origins
 
 
-def resolve(flags: Mapping[str, Any]) -> Settings:
+def resolve(flags: Mapping[str, Any], *, command: str | None = None) -> Settings:
     """The settings of this process from `flags` (by setting name), the environment and the file that they name.
+
+    A model must be named, but to a `command` that makes one.
 
     Raises:
         ConfigError: one line that names the flag, variable or key at fault and its value.
@@ -504,7 +573,7 @@ def resolve(flags: Mapping[str, Any]) -> Settings:
         shown = "" if SETTINGS[name].declared.secret else f" {first['input']!r}"
         raise ConfigError(f"{origin.get(name, name)}{shown}: {reason}") from None
     values = {name: getattr(layers, name) for name in SETTINGS}
-    if not values["model"]:
+    if not values["model"] and not (command == "bench" and values["synth"]):
         raise ConfigError(f"no model named: give MODEL (a GGUF file, or demo), or set {ENV_PREFIX}MODEL")
     values["threads"] = values["threads"] or physical_cores()
     return Settings(**values, origin=origin, flags=flags)

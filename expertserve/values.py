@@ -65,6 +65,17 @@ def parse_budget_or_off(value: object) -> ExpertBudget:
     return ExpertBudget("bytes") if str(value).strip().lower() == "off" else parse_budget(value)
 
 
+def parse_scale(value: object) -> ExpertBudget:
+    """A share (25%) or a size (8GiB) of a model."""
+    try:
+        scale = parse_budget(value)
+    except ValueError:
+        scale = ExpertBudget("auto")
+    if scale.kind not in ("percent", "bytes"):
+        raise ValueError("should be a share of the layers (25%) or a size (8GiB)")
+    return scale
+
+
 def parse_list(value: object) -> object:
     """A repeatable setting in one string: a JSON list, or words separated by commas."""
     if not isinstance(value, str):

@@ -37,6 +37,7 @@ def open_forward(
     draft: bool = False,
     state_slots: int | None = None,
     host_cache: str = "auto",
+    trace: Path | None = None,
 ) -> Iterator[Forward]:
     """A loaded model; `budget` is what `--expert-cache` takes."""
     file = GGUFFile.open(path)
@@ -49,6 +50,7 @@ def open_forward(
         reader=reader,
         lookahead=lookahead,
         host_cache=parse_budget_or_off(host_cache),
+        trace=trace,
     )
     stats = stats or ExpertStats(every=0, emit=lambda line: None)
     lane = ExpertLane.open(file, model.towers, model.hp.top_k, settings, stats)
