@@ -185,7 +185,7 @@ def _plan(
     ] = None,
     as_json: _AsJson = False,
 ) -> int:
-    """Says from a model's header what fits and how fast the CPU could decode at most; reads only to time the disk."""
+    """Says from a model's header what fits, and predicts rates on the CPU by short trials."""
     from expertserve.bench.plan import show_plan
 
     given = {"model": model, "ctx": ctx, "kv_type": kv_type, "expert_cache": expert_cache, "device": "cpu"}

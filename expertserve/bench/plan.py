@@ -1,37 +1,38 @@
-"""`expertserve plan`: what of a model fits, and how fast it could decode at most, from its header and two measurements.
+"""`expertserve plan`: what of a model fits, and how fast it would run, from its header and some seconds of measuring.
 
-Owns the bound; sizes and refusals are those of the loader and the slot planner themselves. A token takes at least
+Owns the plan and its table; sizes and refusals are those of the loader and the slot planner themselves. What computing
+costs is measured with the first layers of the model and made-up weights (miniature.py), what reading costs by reads of
+its experts (disk_probe.py); costs.py makes a step of them:
 
-    bytes that it computes with / memory rate + experts that have no slot * bytes of one / disk rate
+    token = step + layers * (layer + top-k * expert) + reads * miss + waiting
 
-with rates measured here; kernels that are slower than memory, and work that is not bytes, come on top. The share of
-experts that have a slot comes from a trace of the model where there is one, else from the embedded model's, whose
-routing is that of text.
+where reads and waiting are those of the lane's events with the expected share of experts in slots. That share comes
+from a trace of the model where there is one, else from the embedded model's, whose routing is that of text.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 
+from expertserve.bench.costs import ComputeCosts, DiskCosts, LookAheadShares, StepTime, step_time
+from expertserve.bench.disk_probe import DiskTrial, try_disk
+from expertserve.bench.miniature import Measured, measure_costs
 from expertserve.bench.replay import POLICIES, hit_rate, read_requests, slots_of
 from expertserve.config import Settings
 from expertserve.data import model_path
-from expertserve.engine.load import MemoryNeeds, memory_needs
-from expertserve.errors import CapacityError, ConfigError
+from expertserve.engine.load import memory_needs
+from expertserve.errors import CapacityError, ConfigError, ExpertServeError
 from expertserve.experts.budget import SlotPlan
+from expertserve.experts.knee import fewest_within
+from expertserve.experts.lookahead import TRIAL
 from expertserve.experts.memory import AvailableMemory, available_memory
 from expertserve.experts.opening import LaneSettings, plan_lane
-from expertserve.experts.probe import read_rate
-from expertserve.experts.reader import FileReader
 from expertserve.gguf.file import GGUFFile
 from expertserve.models.model import Model
 from expertserve.models.registry import load_model
@@ -41,9 +42,8 @@ from expertserve.values import parse_bytes
 _USUAL_SHARES = (0.0, 0.05, 0.1, 0.15, 0.25, 0.35, 0.5, 0.65, 0.75, 0.9, 1.0)
 _USUAL_HITS = (0.0, 0.188, 0.36, 0.477, 0.636, 0.742, 0.846, 0.916, 0.951, 0.988, 1.0)
 _CURVE = tuple(share / 20 for share in range(1, 21))
-_KNEE_SPEED = 0.9  # of the speed that all of what fits would give
-_PROBE_BYTES = 256 << 20
-_PROBE_S = 1.0
+_STEPS = 64  # of decode, with misses drawn at the expected rate
+_AHEAD = LookAheadShares(used=0.75, wasted=0.27)  # as measured where the next layer's router guesses; see EXPERIMENTS
 _MIB = 1 << 20
 
 HitRate = Callable[[float], float]
@@ -69,12 +69,12 @@ class Sizes:
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
-    """Bytes a second. The disk's is None where nothing needs to be read or too little of the file is there."""
+class Decode:
+    """A predicted rate: tokens a second, the mean step, and whether look-ahead is on."""
 
-    memory: float
-    disk: float | None
-    reader: str
+    tok_s: float
+    step: StepTime
+    ahead: bool
 
 
 def model_sizes(model: Model) -> Sizes:
@@ -116,51 +116,53 @@ def traced_hit_rate(path: Path, experts: int) -> HitRate:
     return lambda share: hit_rate(requests, POLICIES["ours"], slots_of(requests, share))
 
 
-def decode_rate(sizes: Sizes, rates: Rates, share: float, hits: HitRate) -> float | None:
-    """Tokens a second that the bytes allow, with a share of the experts in slots; None where the disk is not known."""
-    missed = 0.0 if share >= 1 else sizes.token_experts * (1 - hits(share)) * sizes.expert_bytes / sizes.experts
-    if missed and rates.disk is None:
-        return None
-    return 1 / (sizes.token_bytes / rates.memory + (missed / rates.disk if rates.disk else 0.0))
+def predict_decode(
+    compute: ComputeCosts, disk: DiskCosts | None, layers: int, top_k: int, hits: float, lookahead: str
+) -> Decode | None:
+    """Decode at a hit rate; None where experts have to be read and nothing is known of the disk.
 
-
-def prefill_ceiling(sizes: Sizes, rates: Rates, share: float, chunk: int) -> float | None:
-    """Tokens a second that the disk allows a prompt: each chunk needs every expert once. None: no limit."""
-    absent = (1 - share) * sizes.expert_bytes
-    return chunk * rates.disk / absent if absent > 0 and rates.disk else None
-
-
-def memory_rate(threads: int) -> float:
-    """Bytes a second at which threads read memory that no cache holds."""
-    blocks = np.array_split(np.ones(_PROBE_BYTES // 8, np.int64), threads)
-    best = 0.0
-    with ThreadPoolExecutor(threads) as pool:
-        for _ in range(5):
-            began = time.perf_counter()
-            list(pool.map(np.add.reduce, blocks))
-            best = max(best, _PROBE_BYTES / (time.perf_counter() - began))
-    return best
-
-
-def disk_rate(reader: FileReader, sizes: Sequence[int], slice_bytes: int, threads: int) -> float | None:
-    """Bytes a second of reads like those of experts, at places drawn from the first of the files that are there.
-
-    None where too little is there.
+    With look-ahead on `auto` the faster of both, as the lane's own trial chooses.
     """
-    index = int(np.argmax(sizes))
-    align = max(reader.align, 4096)
-    nbytes = -(-slice_bytes // align) * align
-    if sizes[index] < nbytes + align or not hasattr(os, "preadv"):
+    if hits < 1 and disk is None:
         return None
-    return read_rate(
-        reader.disk.descriptors[index],
-        sizes[index],
-        read_bytes=nbytes,
-        align=align,
-        threads=threads,
-        seconds=_PROBE_S,
-        most_bytes=_PROBE_BYTES,
-    )
+    disk = disk or DiskCosts(1.0, 0.0, 1, 1, 1.0)
+    misses = np.random.default_rng(0).binomial(top_k, 1 - hits, (_STEPS, layers))
+    sides = {}
+    for ahead in (False, True):
+        shares = _AHEAD if ahead else None
+        steps = [step_time(row, top_k, compute, disk, shares) for row in misses.tolist()]
+        mean = StepTime(*(sum(part) / _STEPS for part in zip(*map(_fields, steps), strict=True)))
+        sides[ahead] = Decode(1 / mean.seconds, mean, ahead)
+    if lookahead == "auto":
+        gain = sides[True].tok_s / sides[False].tok_s
+        return sides[hits < 1 and gain >= TRIAL.least_gain]
+    return sides[hits < 1 and lookahead == "on"]
+
+
+def _fields(step: StepTime) -> tuple[float, float, float]:
+    return step.seconds, step.waiting, step.reads
+
+
+def predict_prefill(
+    measured: Measured, disk: DiskCosts | None, layers: int, experts: int, share: float
+) -> float | None:
+    """Tokens a second of a long prompt: each chunk needs every expert once, read while others are computed.
+
+    None where experts have to be read and nothing is known of the disk.
+    """
+    costs, absent = measured.prefill, (1 - share) * experts / layers
+    if absent and disk is None:
+        return None
+    reading = absent * disk.expert_bytes / disk.bandwidth if disk else 0.0
+    computing = costs.layer_s + costs.experts_s + absent * measured.compute.miss_s
+    return costs.rows / (costs.rest_s + layers * max(computing, reading))
+
+
+def knee_share(hits: HitRate, share: float) -> float:
+    """The least share of experts in slots that answers about as many selections as `share` does."""
+    shares = np.array([0.0, *_CURVE])
+    gains = np.diff([0.0, *(hits(s) if s < 1 else 1.0 for s in shares[1:].tolist())])
+    return float(shares[fewest_within(gains, max(1, round(share * len(_CURVE))))])
 
 
 def show_plan(settings: Settings, memory: str | None, trace: Path | None, *, as_json: bool) -> int:
@@ -186,37 +188,88 @@ def show_plan(settings: Settings, memory: str | None, trace: Path | None, *, as_
             report |= {"refused": str(error)}
             _print(report, as_json)
             return error.exit_code
-        with closing(reader):
-            report |= _bounds(settings, sizes, needs, plan, reader, trace)
+        reader.close()
+        report |= _prediction(model, settings, sizes, plan, reader.mode, trace)
     _print(report, as_json)
     return 0
 
 
-def _bounds(
-    settings: Settings, sizes: Sizes, needs: MemoryNeeds, plan: SlotPlan, reader: FileReader, trace: Path | None
+def _prediction(
+    model: Model, settings: Settings, sizes: Sizes, plan: SlotPlan, reader: str, trace: Path | None
 ) -> dict[str, object]:
     share = plan.total_slots / sizes.experts
     hits = usual_hit_rate if trace is None else traced_hit_rate(trace, sizes.experts)
-    present = [os.fstat(fd).st_size for fd in reader.disk.descriptors]
-    slice_bytes = max(max(group.layout.region_bytes) for group in plan.classes)
-    disk = disk_rate(reader, present, slice_bytes, settings.io_threads)
-    rates = Rates(memory_rate(settings.threads), disk, reader.mode)
-    curve = [(s, hits(s) if s < 1 else 1.0, decode_rate(sizes, rates, s, hits)) for s in _CURVE]
-    decode, ceiling = decode_rate(sizes, rates, share, hits), prefill_ceiling(sizes, rates, share, settings.chunk)
-    fit = [s for s, _, rate in curve if rate is not None and decode is not None and rate >= _KNEE_SPEED * decode]
-    return {
+    layers, top_k = len(model.towers), model.hp.top_k
+    report: dict[str, object] = {
         "slots": plan.total_slots,
         "arena_bytes": plan.arena_bytes,
         "share": share,
         "hit_rate": 1.0 if share >= 1 else hits(share),
         "hit_rate_from": "the embedded model's routing" if trace is None else str(trace),
-        "reader": rates.reader,
-        "disk_bytes_s": rates.disk,
-        "memory_bytes_s": rates.memory,
-        "decode_tok_s_at_most": decode,
-        "prefill_tok_s_at_most": ceiling,
-        "knee_share": min(fit[0], share) if fit else None,
-        "curve": [{"share": s, "hit_rate": h, "decode_tok_s_at_most": rate} for s, h, rate in curve],
+        "knee_share": knee_share(hits, share),
+        "reader": reader,
+    }
+    trial = try_disk(model, settings.io_threads)
+    disk = None if trial is None else trial.costs
+    report |= _about_disk(trial, reader)
+    try:
+        measured = measure_costs(model, settings)
+    except ExpertServeError as error:
+        return report | {"not_measured": str(error), "decode_tok_s": None, "prefill_tok_s": None}
+
+    def decode(share: float) -> Decode | None:
+        return predict_decode(
+            measured.compute, disk, layers, top_k, hits(share) if share < 1 else 1.0, settings.lookahead
+        )
+
+    report |= _about_compute(measured)
+    report |= _about_token(decode(share), measured.compute, layers, top_k)
+    report["prefill_tok_s"] = predict_prefill(measured, disk, layers, sizes.experts, share)
+    curve = [(s, hits(s) if s < 1 else 1.0, decode(s)) for s in _CURVE]
+    rows = [{"share": s, "hit_rate": h, "decode_tok_s": d and d.tok_s} for s, h, d in curve]
+    return report | {"curve": rows}
+
+
+def _about_disk(trial: DiskTrial | None, reader: str) -> dict[str, object]:
+    if trial is None:
+        return {"disk_bytes_s": None, "disk_trial": "too little of the file is here"}
+    cached = "" if reader == "direct" else "; serving would read through the page cache, faster where it has the file"
+    return {
+        "disk_bytes_s": trial.costs.bandwidth,
+        "disk_first_bytes_s": trial.first_bandwidth,
+        "disk_latency_ms": 1000 * trial.costs.latency_s,
+        "disk_trial": trial.how + cached,
+    }
+
+
+def _about_compute(measured: Measured) -> dict[str, object]:
+    compute = measured.compute
+    return {
+        "measured_with": f"the model's first {measured.routed_layers} routed layers, made-up weights, "
+        f"{measured.prefill.rows} rows of prefill"
+        + ("" if measured.streamed else "; what a read costs the processor is not known, its experts are not here"),
+        "step_ms": 1000 * compute.step_s,
+        "layer_ms": 1000 * compute.layer_s,
+        "expert_ms": 1000 * compute.expert_s,
+        "miss_ms": 1000 * compute.miss_s,
+        "guess_ms": 1000 * compute.guess_s,
+    }
+
+
+def _about_token(decode: Decode | None, compute: ComputeCosts, layers: int, top_k: int) -> dict[str, object]:
+    if decode is None:
+        return {"decode_tok_s": None}
+    step = decode.step
+    guesses = f" + {layers} x {1000 * compute.guess_s:.3f} of guessing" if decode.ahead else ""
+    return {
+        "lookahead": "on" if decode.ahead else "off",
+        "token_ms": 1000 * step.seconds,
+        "reads_a_token": float(step.reads),
+        "waiting_ms": 1000 * step.waiting,
+        "formula": f"{1000 * compute.step_s:.2f} + {layers} x ({1000 * compute.layer_s:.3f} + {top_k} x "
+        f"{1000 * compute.expert_s:.3f}){guesses} + {step.reads:.1f} reads x {1000 * compute.miss_s:.3f} + "
+        f"{1000 * step.waiting:.2f} of waiting = {1000 * step.seconds:.2f} ms a token",
+        "decode_tok_s": decode.tok_s,
     }
 
 
@@ -235,19 +288,21 @@ def _print(report: dict[str, object], as_json: bool) -> None:
     for name, value in report.items():
         print(f"{name.replace('_bytes_s', ' rate').replace('_bytes', '').replace('_', ' '):24s}{_shown(name, value)}")
     if isinstance(curve, list):
-        print("slots   hits   decode tok/s at most")
+        print("slots   hits   decode tok/s")
         for row in curve:
-            rate = "?" if row["decode_tok_s_at_most"] is None else f"{row['decode_tok_s_at_most']:.2f}"
+            rate = "?" if row["decode_tok_s"] is None else f"{row['decode_tok_s']:.2f}"
             print(f"{row['share']:5.0%}  {row['hit_rate']:5.1%}  {rate:>12}")
 
 
 def _shown(name: str, value: object) -> str:
     if value is None:
-        return "not known" if name != "prefill_tok_s_at_most" else "no limit by the disk"
+        return "not known"
     if name.endswith("_bytes_s") and isinstance(value, float):
         return f"{value / 1e9:.2f} GB/s"
     if name.endswith("_bytes") and isinstance(value, int):
         return f"{value / _MIB:,.1f} MiB"
     if isinstance(value, float):
+        if name.endswith("_ms"):
+            return f"{value:.3f}"
         return f"{value:.1%}" if name in ("share", "hit_rate", "knee_share") else f"{value:.2f}"
     return str(value)

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from expertserve.bench.plan import Rates, Sizes, decode_rate, prefill_ceiling, traced_hit_rate, usual_hit_rate
+from expertserve.bench.costs import ComputeCosts, DiskCosts
+from expertserve.bench.plan import knee_share, predict_decode, traced_hit_rate, usual_hit_rate
 from expertserve.cli import main
 from expertserve.data import model_path
 from expertserve.errors import ConfigError, GGUFError
@@ -17,7 +18,6 @@ from expertserve.gguf.file import GGUFFile
 
 TRACE = Path(__file__).parents[1] / "data" / "demo_routing.trace.xz"
 DEMO = Path(model_path("demo"))
-MODEL = Sizes(0, 0, expert_bytes=8000, experts=80, token_experts=10, token_bytes=3000, working_bytes=1000)
 
 
 def plan(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> dict[str, Any]:
@@ -26,15 +26,21 @@ def plan(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> 
     return report
 
 
-def test_a_token_takes_the_bytes_it_computes_with_and_those_it_must_read() -> None:
-    rates = Rates(memory=6000.0, disk=1000.0, reader="direct")
-    assert decode_rate(MODEL, rates, 0.5, lambda share: 0.75) == pytest.approx(1 / (0.5 + 0.25))
-    assert decode_rate(MODEL, rates, 1.0, lambda share: 0.75) == pytest.approx(2.0)
-    blind = Rates(memory=6000.0, disk=None, reader="direct")
-    assert decode_rate(MODEL, blind, 0.5, lambda share: 0.75) is None
-    assert decode_rate(MODEL, blind, 1.0, lambda share: 0.75) == pytest.approx(2.0)
-    assert prefill_ceiling(MODEL, rates, 0.75, chunk=4) == pytest.approx(4 * 1000 / 2000)
-    assert prefill_ceiling(MODEL, rates, 1.0, chunk=4) is None
+def test_a_token_takes_what_its_parts_take_and_waits_for_what_has_no_slot() -> None:
+    compute = ComputeCosts(step_s=0.1, layer_s=0.02, expert_s=0.01)
+    disk = DiskCosts(bandwidth=1000.0, latency_s=0.0, depth=8, reads=1, expert_bytes=500.0)
+    resident = predict_decode(compute, None, 3, 4, 1.0, "auto")
+    assert resident is not None and not resident.ahead
+    assert resident.step.seconds == pytest.approx(0.1 + 3 * (0.02 + 4 * 0.01))
+    absent = predict_decode(compute, disk, 3, 4, 0.0, "off")
+    assert absent is not None and absent.step.reads == 12
+    assert absent.step.seconds == pytest.approx(0.1 + 3 * (0.02 + 4 * 0.5 + 0.01))
+    assert predict_decode(compute, None, 3, 4, 0.5, "off") is None
+
+
+def test_the_knee_is_where_more_slots_answer_hardly_more() -> None:
+    assert knee_share(lambda share: min(1.0, 2 * share), 1.0) == pytest.approx(0.5)
+    assert knee_share(lambda share: share, 0.5) == pytest.approx(0.5)
 
 
 def test_the_usual_hit_rates_are_those_of_the_embedded_models_routing() -> None:
@@ -58,16 +64,26 @@ def test_sizes_are_those_of_the_file(capsys: pytest.CaptureFixture[str]) -> None
     assert report["working_bytes"] * 10 == report["expert_bytes"]
     assert (
         report["context"] == 512
-        and report["decode_tok_s_at_most"] > 0
+        and report["decode_tok_s"] > 0
+        and report["prefill_tok_s"] > 0
         and report["knee_share"] <= report["share"] == 0.5
     )
 
 
 def test_less_room_predicts_no_more_speed(capsys: pytest.CaptureFixture[str]) -> None:
     curve = plan(capsys, "demo")["curve"]
-    rates = [row["decode_tok_s_at_most"] for row in curve]
+    rates = [row["decode_tok_s"] for row in curve]
     assert curve[-1]["share"] == curve[-1]["hit_rate"] == 1.0
     assert rates == sorted(rates) and rates[0] < rates[-1]
+
+
+def test_the_formula_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
+    report = plan(capsys, "demo", "--expert-cache", "50%")
+    left, _, total = report["formula"].removesuffix(" ms a token").rpartition(" = ")
+    terms = left.replace("of waiting", "").replace("of guessing", "").replace("reads", "").replace(" x ", " * ")
+    assert eval(terms) == pytest.approx(float(total), rel=0.02)
+    assert report["decode_tok_s"] == pytest.approx(1000 / report["token_ms"])
+    assert report["reads_a_token"] >= 24 * (1 - report["hit_rate"]) * 0.8
 
 
 def test_what_would_be_refused_is_said_with_the_loaders_words(capsys: pytest.CaptureFixture[str]) -> None:
