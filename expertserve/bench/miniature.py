@@ -133,7 +133,7 @@ class _World:
 
     def run(self, prompt_tokens: int, tokens: int) -> tuple[Run, list[Period]]:
         self.lane.moments = []
-        run = measure(self.engine, self.rng.integers(0, self.model.vocab_size, prompt_tokens).tolist(), tokens)
+        run = measure(self.engine, [self.rng.integers(0, self.model.vocab_size, prompt_tokens).tolist()], tokens)
         return run, _periods(self.lane.moments)
 
 
@@ -162,7 +162,7 @@ def measure_costs(model: Model, settings: Settings) -> Measured:
             expert_s=expert_s / model.hp.top_k,
         )
         layer_s, experts_s = _typical([p for p in prefill_periods if p.rows == rows])
-        rest_s = max(0.0, chunk.first_token_ms / 1000 - routed * layer_s)
+        rest_s = max(0.0, chunk.first_token_ms[0] / 1000 - routed * layer_s)
         prefill = PrefillCosts(rows, layer_s - experts_s, experts_s, rest_s)
         streamed = _is_here(world.model)
         if streamed:

@@ -22,9 +22,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from expertserve import log
+from expertserve.bench.disk_probe import try_disk
 from expertserve.bench.lab import uses
 from expertserve.bench.memory_cap import limited_memory
-from expertserve.bench.plan import Sizes, disk_rate, memory_rate, model_sizes
+from expertserve.bench.memory_probe import memory_rate
+from expertserve.bench.plan import Sizes, model_sizes
 from expertserve.bench.plots import plot_sweep
 from expertserve.bench.replay import read_requests
 from expertserve.bench.verdict import Report, void_reason
@@ -32,7 +34,6 @@ from expertserve.config import Settings, as_flags, environment_without_settings
 from expertserve.data import model_path
 from expertserve.errors import CapacityError, ConfigError
 from expertserve.experts.factory import reads_mapped_files
-from expertserve.experts.reader import open_reader
 from expertserve.experts.stats import ExpertStats, PhaseCounters
 from expertserve.gguf.file import GGUFFile
 from expertserve.models.registry import load_model
@@ -167,11 +168,10 @@ def _cap_bytes(settings: Settings) -> int | None:
 
 def _machine(settings: Settings) -> Machine:
     with closing(GGUFFile.open(model_path(settings.model))) as file:
-        sizes = model_sizes(load_model(file))
-        with closing(open_reader("auto", file.paths, cacheable_bytes=0)) as reader:
-            lengths = [path.stat().st_size for path in file.paths]
-            disk = disk_rate(reader, lengths, sizes.expert_bytes // sizes.experts, settings.io_threads)
-    return Machine(sizes, memory_rate(settings.threads), disk)
+        model = load_model(file)
+        trial = try_disk(model, settings.io_threads)
+        disk = None if trial is None else max(trial.costs.bandwidth, trial.first_bandwidth)
+        return Machine(model_sizes(model), memory_rate(settings.threads), disk)
 
 
 def _measure(case: Case, stats: ExpertStats, cap: int | None = None) -> dict[str, Any]:
