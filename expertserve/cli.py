@@ -96,14 +96,19 @@ def _command(name: str, *extra: inspect.Parameter) -> Callable[[Callable[..., in
     return register
 
 
+def _on_a_device(settings: Settings) -> Settings:
+    """The settings with a device in place of auto; makes ready for the libraries that compute."""
+    prepare_libraries()
+    if settings.device != "auto":
+        return settings
+    from expertserve.ops.factory import best_device
+
+    return replace(settings, device=best_device())
+
+
 def _start(command: str, flags: dict[str, Any]) -> tuple[Settings, ExpertStats]:
     """Resolves the settings; from here on the process ends with the final statistics line, whatever happens."""
-    settings = resolve(flags, command=command)
-    prepare_libraries()
-    if settings.device == "auto":
-        from expertserve.ops.factory import best_device
-
-        settings = replace(settings, device=best_device())
+    settings = _on_a_device(resolve(flags, command=command))
     from expertserve.experts.final_line import install_final_line
     from expertserve.experts.stats import ExpertStats
 
@@ -179,17 +184,20 @@ def _plan(
     expert_cache: Annotated[
         str | None, typer.Option("--expert-cache", metavar="SIZE", help="Room for routed experts, as in `serve`.")
     ] = None,
+    device: Annotated[
+        str | None, typer.Option("--device", metavar="auto|cpu|cuda", help="Where it would compute, as in `serve`.")
+    ] = None,
     trace: Annotated[
         Path | None,
         typer.Option("--trace", metavar="FILE", help="Routing trace of the model, for hit rates of its own."),
     ] = None,
     as_json: _AsJson = False,
 ) -> int:
-    """Says from a model's header what fits, and predicts rates on the CPU by short trials."""
+    """Says from a model's header what fits, and predicts rates by short trials."""
+    given = {"model": model, "ctx": ctx, "kv_type": kv_type, "expert_cache": expert_cache, "device": device}
+    settings = _on_a_device(resolve({key: value for key, value in given.items() if value is not None}))
     from expertserve.bench.plan import show_plan
 
-    given = {"model": model, "ctx": ctx, "kv_type": kv_type, "expert_cache": expert_cache, "device": "cpu"}
-    settings = resolve({key: value for key, value in given.items() if value is not None})
     return show_plan(settings, memory, trace, as_json=as_json)
 
 

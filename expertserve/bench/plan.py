@@ -36,6 +36,7 @@ from expertserve.experts.opening import LaneSettings, plan_lane
 from expertserve.gguf.file import GGUFFile
 from expertserve.models.model import Model
 from expertserve.models.registry import load_model
+from expertserve.ops.factory import device_workspace, make_backend
 from expertserve.values import parse_bytes
 
 # Decode hit rate of ours by share of the experts in slots, on the embedded model's recorded routing.
@@ -170,17 +171,18 @@ def show_plan(settings: Settings, memory: str | None, trace: Path | None, *, as_
     with closing(GGUFFile.open(model_path(settings.model), partial=True)) as file:
         model = load_model(file)
         sizes = model_sizes(model)
-        found = available_memory() if memory is None else AvailableMemory(_parse_memory(memory), "--memory")
-        needs = memory_needs(model, settings, found.nbytes - found.reserve_bytes)
+        found, reserve = _memory(settings.device, memory)
+        needs = memory_needs(model, settings, found.nbytes - reserve)
         report: dict[str, object] = {
             "model": file.paths[0].name,
+            "device": settings.device,
             "memory_bytes": found.nbytes,
             "memory_limited_by": found.limited_by,
-            "reserve_bytes": found.reserve_bytes,
+            "reserve_bytes": reserve,
             **asdict(sizes),
             **asdict(needs),
         }
-        lane = LaneSettings(budget=settings.expert_cache, reader=settings.reader)
+        lane = LaneSettings(device=settings.device, budget=settings.expert_cache, reader=settings.reader)
         try:
             needs.require_fit()
             plan, reader = plan_lane(file.paths, model.towers, model.hp.top_k, lane, available_bytes=needs.left_bytes)
@@ -192,6 +194,24 @@ def show_plan(settings: Settings, memory: str | None, trace: Path | None, *, as_
         report |= _prediction(model, settings, sizes, plan, reader.mode, trace)
     _print(report, as_json)
     return 0
+
+
+def _memory(device: str, given: str | None) -> tuple[AvailableMemory, int]:
+    """The memory where a device computes, unless it is given, and how many bytes of it to leave alone.
+
+    Raises:
+        KernelUnavailableError: the device is not here.
+    """
+    if given is not None:
+        found = AvailableMemory(_parse_memory(given), "--memory")
+        workspace = device_workspace(device, found.nbytes)
+        return found, found.reserve_bytes if workspace is None else workspace
+    with closing(make_backend(device, threads=1, flash_attention=True)) as backend:
+        own = backend.memory()
+    if own is not None:
+        return AvailableMemory(own[0], f"the {device} device"), own[1]
+    found = available_memory()
+    return found, found.reserve_bytes
 
 
 def _prediction(

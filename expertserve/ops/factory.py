@@ -21,6 +21,18 @@ def best_device() -> Literal["cpu", "cuda"]:
     return "cpu" if missing() else "cuda"
 
 
+def device_workspace(device: str, free: int) -> int | None:
+    """Of that many free bytes of a device's own memory, those that are left to its backend; None on the host's memory.
+
+    For devices that are not here, too.
+    """
+    if device != "cuda":
+        return None
+    from expertserve.ops.cuda.backend import workspace_bytes
+
+    return workspace_bytes(free)
+
+
 def make_backend(
     device: str, *, threads: int, flash_attention: bool, on_abort: Callable[[str], None] | None = None
 ) -> Backend:

@@ -15,6 +15,7 @@ from expertserve.cli import main
 from expertserve.data import model_path
 from expertserve.errors import ConfigError, GGUFError
 from expertserve.gguf.file import GGUFFile
+from expertserve.ops.devices import device_reports
 
 TRACE = Path(__file__).parents[1] / "data" / "demo_routing.trace.xz"
 DEMO = Path(model_path("demo"))
@@ -41,6 +42,15 @@ def test_a_token_takes_what_its_parts_take_and_waits_for_what_has_no_slot() -> N
 def test_the_knee_is_where_more_slots_answer_hardly_more() -> None:
     assert knee_share(lambda share: min(1.0, 2 * share), 1.0) == pytest.approx(0.5)
     assert knee_share(lambda share: share, 0.5) == pytest.approx(0.5)
+
+
+@pytest.mark.skipif(device_reports()["cuda"][0], reason="there is a GPU")
+def test_a_device_that_is_not_here_is_planned_for_with_memory_given(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "demo", "--device", "cuda"]) != 0
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1
+    report = plan(capsys, "demo", "--device", "cuda", "--memory", "8GiB", "--expert-cache", "50%")
+    assert (report["device"], report["slots"], report["decode_tok_s"]) == ("cuda", 120, None)
+    assert "cuda" in report["not_measured"] and report["reserve_bytes"] == 768 << 20
 
 
 def test_the_usual_hit_rates_are_those_of_the_embedded_models_routing() -> None:

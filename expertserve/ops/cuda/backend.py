@@ -45,6 +45,11 @@ LEAST_WORKSPACE_BYTES = 768 << 20
 WORKSPACE_SHARE = 0.04
 
 
+def workspace_bytes(free: int) -> int:
+    """How many of a device's free bytes models and slots must leave."""
+    return max(LEAST_WORKSPACE_BYTES, int(free * WORKSPACE_SHARE))
+
+
 @dataclass(frozen=True, slots=True)
 class Weight:
     """A dense weight on the device.
@@ -111,7 +116,7 @@ class CudaBackend(base.Backend):
 
     def memory(self) -> tuple[int, int]:
         free = self.device.free_bytes()
-        return free, max(LEAST_WORKSPACE_BYTES, int(free * WORKSPACE_SHARE))
+        return free, workspace_bytes(free)
 
     def load_weights(self, infos: Sequence[TensorInfo], read: ReadTensor, progress: Callable[[int], None]) -> None:
         formats = {info.type.name for info in infos}
