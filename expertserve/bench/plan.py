@@ -229,6 +229,8 @@ def _prediction(
         "knee_share": knee_share(hits, share),
         "reader": reader,
     }
+    if device_workspace(settings.device, 0) is not None:
+        report["not_counted"] = "experts that --host-cache keeps, which come faster than from the file"
     trial = try_disk(model, settings.io_threads)
     disk = None if trial is None else trial.costs
     report |= _about_disk(trial, reader)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -24,9 +25,13 @@ sys.exit(status)
 ASKED = ("--prompt", "Why is the sky blue?", "--temperature", "0", "--max-tokens", "5", "--ctx", "256", "--chunk", "32")
 
 
-def run(*options: str, vram_bytes: int = 8 << 30) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", CODE, str(vram_bytes), "run", "demo", *ASKED, *options]
+def command_line(*arguments: str, vram_bytes: int = 8 << 30) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", CODE, str(vram_bytes), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=200)
+
+
+def run(*options: str, vram_bytes: int = 8 << 30) -> subprocess.CompletedProcess[str]:
+    return command_line("run", "demo", *ASKED, *options, vram_bytes=vram_bytes)
 
 
 def test_auto_takes_the_gpu_and_any_budget_gives_the_same_answer() -> None:
@@ -49,6 +54,16 @@ def test_what_does_not_fit_is_refused_with_the_numbers_and_the_setting() -> None
     assert re.search(r"error: \d+ bytes of expert slots do not fit .*--expert-cache \d+MiB or less", slots.stderr)
     host = run("--expert-cache", "50%", "--host-cache", "1000TiB")
     assert host.returncode == 0, "a tier is as large as what has no slot, not as what was allowed"
+
+
+@pytest.mark.slow
+def test_plan_runs_the_first_layers_on_the_gpu() -> None:
+    done = command_line("plan", "demo", "--device", "cuda", "--expert-cache", "50%", "--json", vram_bytes=2 << 30)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert (report["device"], report["memory_bytes"], report["slots"]) == ("cuda", 2 << 30, 120)
+    assert report["reserve_bytes"] == LEAST_WORKSPACE_BYTES and report["decode_tok_s"] > 0
+    assert "--host-cache" in report["not_counted"]
 
 
 def test_settings_of_the_other_device_are_named_as_without_effect() -> None:
