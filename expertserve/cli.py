@@ -21,7 +21,8 @@ import typer
 from expertserve import __version__
 from expertserve.config import SETTINGS, Settings, prepare_libraries, resolve
 from expertserve.declare import Setting
-from expertserve.errors import ExpertServeError
+from expertserve.errors import ConfigError, ExpertServeError
+from expertserve.values import parse_bytes
 
 if TYPE_CHECKING:
     from expertserve.experts.stats import ExpertStats
@@ -226,6 +227,63 @@ def _trace_replay(file: _TraceFile, slots: _Slots = _SLOTS, as_json: _AsJson = F
     from expertserve.bench.lab import parse_shares, show_replay
 
     return show_replay(file, parse_shares(slots), as_json=as_json)
+
+
+@trace_app.command("simulate")
+def _trace_simulate(
+    file: _TraceFile,
+    model: Annotated[
+        str, typer.Option("--model", metavar="MODEL", help="The GGUF it was recorded of; its header is enough.")
+    ],
+    slots: _Slots = _SLOTS,
+    disk_bandwidth: Annotated[
+        str | None, typer.Option("--disk-bandwidth", metavar="SIZE", help="Bytes a second of the disk, as in 7GB.")
+    ] = None,
+    disk_latency: Annotated[
+        float | None,
+        typer.Option("--disk-latency", metavar="US", min=0, help="Microseconds until a read's bytes come."),
+    ] = None,
+    disk_depth: Annotated[
+        int | None, typer.Option("--disk-depth", metavar="N", min=1, max=4096, help="Reads under way at once.")
+    ] = None,
+    memory_bandwidth: Annotated[
+        str | None,
+        typer.Option("--memory-bandwidth", metavar="SIZE", help="Bytes a second of memory; kernels scale with it."),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option("--device", metavar="auto|cpu|cuda", help="Where it would compute, as in `serve`.")
+    ] = None,
+    lookahead: Annotated[
+        str | None, typer.Option("--lookahead", metavar="on|off|auto", help="Guess as the trace's guesses did.")
+    ] = None,
+    as_json: _AsJson = False,
+) -> int:
+    """Predicts the recorded run's decode rate over slots, with this machine's disk and memory or with others."""
+    given = {"model": model, "device": device, "lookahead": lookahead}
+    settings = _on_a_device(resolve({key: value for key, value in given.items() if value is not None}))
+    from expertserve.bench.lab import parse_shares
+    from expertserve.bench.simulate import OtherDisk, show_simulation
+
+    disk = OtherDisk(
+        bandwidth=_rate("--disk-bandwidth", disk_bandwidth),
+        latency_s=None if disk_latency is None else disk_latency / 1e6,
+        depth=disk_depth,
+    )
+    memory = _rate("--memory-bandwidth", memory_bandwidth)
+    return show_simulation(settings, file, parse_shares(slots), disk, memory, as_json=as_json)
+
+
+def _rate(flag: str, text: str | None) -> int | None:
+    """Bytes a second of an option."""
+    if text is None:
+        return None
+    try:
+        rate = parse_bytes(text)
+    except ValueError:
+        rate = 0
+    if rate < 1:
+        raise ConfigError(f"{flag} {text}: should be bytes a second, such as 7GB or 500MiB")
+    return rate
 
 
 @trace_app.command("plot")

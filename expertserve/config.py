@@ -176,7 +176,10 @@ class Settings:
         None, "A file that gets the final statistics as JSON.", parse=file_to_write, default_text="none"
     )
     trace: Path | None = setting(
-        None, "A file that records which experts were routed to, for replay.", parse=file_to_write, default_text="none"
+        None,
+        "A file that records which experts were routed to, for replay; with --lookahead on also what was guessed.",
+        parse=file_to_write,
+        default_text="none",
     )
     profile: Path | None = setting(
         None,

@@ -75,6 +75,16 @@ class StepTime:
     reads: float
 
 
+def mean_step(steps: Sequence[StepTime]) -> StepTime:
+    """The mean of at least one step."""
+    count = len(steps)
+    return StepTime(
+        sum(step.seconds for step in steps) / count,
+        sum(step.waiting for step in steps) / count,
+        sum(step.reads for step in steps) / count,
+    )
+
+
 class _Disk:
     """When reads end; those asked for first come first."""
 

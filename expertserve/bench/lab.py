@@ -14,7 +14,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from expertserve.bench.recall import recall_of
 from expertserve.bench.replay import POLICIES, Requests, compare, read_requests, reuse_distances, slots_of
+from expertserve.bench.table import print_table
 from expertserve.errors import ConfigError
 
 _PERCENTILES = (50, 90, 99)
@@ -185,16 +187,24 @@ def parse_shares(text: str) -> list[float]:
 
 def show_stats(path: Path, *, as_json: bool) -> int:
     """`expertserve trace stats`."""
-    stats = trace_stats(read_decode(path))
+    stats, recall = trace_stats(read_decode(path)), recall_of(path)
     if as_json:
-        print(json.dumps(asdict(stats)))
+        print(json.dumps({**asdict(stats), "lookahead": recall and asdict(recall)}))
         return 0
     distance = ", ".join(f"{name} {value}" for name, value in stats.reuse_distance.items())
     print(f"steps {stats.steps}: {stats.decode_rows} decode rows, {stats.prefill_rows} prefill rows")
     print(f"selections {stats.selections} of {stats.experts} experts, {stats.first_uses} of them an expert's first")
     print(f"reuse distance in experts, all layers: {distance}")
+    if recall is None:
+        print("look-ahead: no guesses recorded; --lookahead on records them")
+    else:
+        print(
+            f"look-ahead foresaw {recall.recall:.1%} of the selections of {recall.layer_runs} runs of a layer, "
+            f"{recall.recall_of_new:.1%} of those that the step before did not make; "
+            f"{recall.precision:.1%} and {recall.precision_of_new:.1%} of its guesses were right"
+        )
     heads = ("layer", "experts", "selections", "entropy bits", "hottest quarter", "never used", "repeated")
-    _print_table(
+    print_table(
         heads,
         [
             (
@@ -219,7 +229,7 @@ def show_replay(path: Path, shares: Sequence[float], *, as_json: bool) -> int:
         print(json.dumps({"trace": str(path), "rows": [asdict(row) for row in rows]}))
         return 0
     heads = ("slots", "share", *POLICIES, "gap closed", *(f"{name} shuffled" for name in POLICIES))
-    _print_table(
+    print_table(
         heads,
         [
             (
@@ -244,10 +254,3 @@ def draw(path: Path, out: Path, shares: Sequence[float]) -> int:
     plot_trace(out, path.name, replay_rows(requests, shares), distances[distances > 0], uses(requests))
     print(out)
     return 0
-
-
-def _print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Right-aligned columns, two spaces apart."""
-    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
-    for row in (heads, *rows):
-        print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

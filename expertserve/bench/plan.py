@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from expertserve.bench.costs import ComputeCosts, DiskCosts, LookAheadShares, StepTime, step_time
+from expertserve.bench.costs import ComputeCosts, DiskCosts, LookAheadShares, StepTime, mean_step, step_time
 from expertserve.bench.disk_probe import DiskTrial, try_disk
 from expertserve.bench.miniature import Measured, measure_costs
 from expertserve.bench.replay import POLICIES, hit_rate, read_requests, slots_of
@@ -131,17 +131,12 @@ def predict_decode(
     sides = {}
     for ahead in (False, True):
         shares = _AHEAD if ahead else None
-        steps = [step_time(row, top_k, compute, disk, shares) for row in misses.tolist()]
-        mean = StepTime(*(sum(part) / _STEPS for part in zip(*map(_fields, steps), strict=True)))
+        mean = mean_step([step_time(row, top_k, compute, disk, shares) for row in misses.tolist()])
         sides[ahead] = Decode(1 / mean.seconds, mean, ahead)
     if lookahead == "auto":
         gain = sides[True].tok_s / sides[False].tok_s
         return sides[hits < 1 and gain >= TRIAL.least_gain]
     return sides[hits < 1 and lookahead == "on"]
-
-
-def _fields(step: StepTime) -> tuple[float, float, float]:
-    return step.seconds, step.waiting, step.reads
 
 
 def predict_prefill(

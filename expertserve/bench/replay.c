@@ -10,12 +10,13 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { STEP = 0xFFFF, RECORD = 4 };
+enum { STEP = 0xFFFF, RECORD = 4, GUESS = 1 };
 enum policy { FREQUENCY, RECENCY, OPTIMUM };
 
 /* Groups of a trace's records: keys of distinct experts in the order in which a lane takes them, the pairs of each, and
  * of each group its end in `keys`, its rows, its layer and its step. Keys of layer l begin at first[l]; a layer the
- * header does not name, or an expert beyond those of its layer, ends the trace, as does a record that is cut short.
+ * header does not name, or an expert beyond those of its layer, ends the trace, as does a record that is cut short;
+ * guesses are passed over.
  * of_step has the decode and prefill rows of each step. counts is zeroed scratch for 65536. Returns groups, steps. */
 EXPORT void replay_groups(const uint16_t *numbers, int64_t n, const int64_t *first, const int64_t *experts,
                          int32_t *counts, int32_t *keys, int32_t *pairs, int64_t *ends, int32_t *rows, int32_t *layers,
@@ -31,6 +32,10 @@ EXPORT void replay_groups(const uint16_t *numbers, int64_t n, const int64_t *fir
             continue;
         }
         if (at + chosen > n || !step || first[layer] < 0) break;
+        if (record[3] == GUESS) {
+            at += chosen;
+            continue;
+        }
         for (int64_t i = 0; i < chosen; i++) {
             if (ids[i] >= experts[layer]) goto end;
         }

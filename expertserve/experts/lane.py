@@ -68,6 +68,7 @@ class ExpertLane:
         self._unstreamed = parts.unstreamed
         self._trace = parts.trace
         self._guesses = not parts.plan.all_resident and settings.lookahead != "off" and parts.unstreamed is None
+        self._notes_guesses = parts.trace is not None and settings.lookahead == "on"
         self._ahead = LookAhead(settings.lookahead if self._guesses else "off", stats)
         self._running = RunningKernels()
         self._waves = Waves(self.pool, stats, self._ahead, self._running, keep_busy=max(8, 2 * settings.threads))
@@ -174,7 +175,7 @@ class ExpertLane:
     def _begin_step(self, rows: StepRows) -> None:
         self.stats.enter_phase(rows.decode_rows, rows.prefill_rows)
         self._prefill = rows.prefill_rows > 0
-        self.wants_guesses = self._guesses and self._ahead.trial.active and _is_decode(rows)
+        self.wants_guesses = _is_decode(rows) and (self._notes_guesses or (self._guesses and self._ahead.trial.active))
         if self._trace is not None:
             self._trace.step(rows)
         self._busy_before = self.pool.busy_s
@@ -208,7 +209,11 @@ class ExpertLane:
         They are read while the disk is idle, and forgotten if that layer is not the next to run.
         """
         self.clock.require_open()
-        if self.wants_guesses:
+        if not self.wants_guesses:
+            return
+        if self._trace is not None:
+            self._trace.guess(layer, ids)
+        if self._guesses:
             self._ahead.ask(self._tables[layer], ids)
 
     def run_layer(self, layer: int, ids: NDArray[np.int32], compute: ComputeFn) -> None:

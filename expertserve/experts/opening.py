@@ -231,7 +231,7 @@ def inert_settings(settings: LaneSettings, plan: SlotPlan, *, mapped: bool = Fal
     if settings.forced:
         lines.append("experts are served unstreamed: reader, io-threads, lookahead and profile have no effect")
     elif plan.all_resident:
-        if settings.lookahead == "on":
+        if settings.lookahead == "on" and settings.trace is None:
             lines.append("--lookahead on has no effect: every expert has a slot")
         if settings.profile is not None and mapped:
             lines.append("--profile has no effect: every expert is resident, served from the mapped file")

@@ -1,8 +1,9 @@
 """The routing trace: which experts each step of each layer chose, in a few bytes a selection.
 
 Owns the file format: a magic, a JSON header, then records of 16-bit numbers. A step is a record (STEP, decode rows,
-prefill rows, draft); a layer a record (layer, tokens, k, 0) followed by tokens x k ids. Invariant: a trace cut short
-at any byte is read up to its last whole record.
+prefill rows, draft); a layer a record (layer, tokens, k, 0) followed by tokens x k ids; what look-ahead guessed for a
+layer is one (layer, tokens, k, 1), before the layer's own. Invariant: a trace cut short at any byte is read up to its
+last whole record.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ from expertserve.errors import ConfigError
 from expertserve.experts.step import StepRows
 from expertserve.gguf.spans import ExpertTower
 
-_MAGIC = b"EXPERTTRACE1\n"
+_MAGIC = b"EXPERTTRACE2\n"
+_WITHOUT_GUESSES = b"EXPERTTRACE1\n"
 _XZ = b"\xfd7zXZ\0"
 _STEP = 0xFFFF
 _MOST = 0xFFFF
 _RECORD = 4
+_GUESS = 1
 
 
 class TraceRecorder:
@@ -45,6 +48,10 @@ class TraceRecorder:
 
     def layer(self, layer: int, ids: NDArray[np.int32]) -> None:
         self._write([layer, *ids.shape, 0], ids)
+
+    def guess(self, layer: int, ids: NDArray[np.int32]) -> None:
+        """What look-ahead expects `layer` to choose; ids [tokens, k]."""
+        self._write([layer, *ids.shape, _GUESS], ids)
 
     def _write(self, record: list[int], ids: NDArray[np.int32] | None = None) -> None:
         if self._out is None:
@@ -68,10 +75,11 @@ class TraceRecorder:
 
 @dataclass(slots=True)
 class TraceStep:
-    """One recorded step: its rows, and the ids [tokens, k] of each layer in the order they ran."""
+    """One recorded step: its rows, the ids [tokens, k] of each layer in the order they ran, and guesses by layer."""
 
     rows: StepRows
     layers: list[tuple[int, NDArray[np.int32]]] = field(default_factory=list)
+    guesses: dict[int, NDArray[np.int32]] = field(default_factory=dict)
 
 
 def read_trace(path: Path) -> tuple[dict[int, int], Iterator[TraceStep]]:
@@ -98,7 +106,7 @@ def read_numbers(path: Path) -> tuple[dict[int, int], NDArray[np.uint16]]:
         raise ConfigError(f"{path}: the trace cannot be read: {getattr(error, 'strerror', None) or error}") from error
     end = data.find(b"\n", len(_MAGIC))
     try:
-        if not data.startswith(_MAGIC) or end < 0:
+        if not data.startswith((_MAGIC, _WITHOUT_GUESSES)) or end < 0:
             raise ValueError
         layers = {int(layer): int(experts) for layer, experts in json.loads(data[len(_MAGIC) : end])["layers"]}
     except (ValueError, KeyError, TypeError):
@@ -119,7 +127,11 @@ def _steps(numbers: NDArray[np.uint16]) -> Iterator[TraceStep]:
             continue
         if at + first * second > len(numbers) or step is None:
             break
-        step.layers.append((kind, numbers[at : at + first * second].astype(np.int32).reshape(first, second)))
+        ids = numbers[at : at + first * second].astype(np.int32).reshape(first, second)
+        if third == _GUESS:
+            step.guesses[kind] = ids
+        else:
+            step.layers.append((kind, ids))
         at += first * second
     if step is not None:
         yield step

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from expertserve.bench.costs import ComputeCosts, DiskCosts, LookAheadShares, step_time
+from expertserve.bench.costs import ComputeCosts, DiskCosts, LookAheadShares, StepTime, mean_step, step_time
 
 COMPUTE = ComputeCosts(step_s=0.5, layer_s=0.2, expert_s=0.1)
 NOTHING = ComputeCosts(step_s=0.0, layer_s=0.0, expert_s=0.0)
@@ -52,3 +52,7 @@ def test_looking_ahead_saves_waiting_and_wastes_reads() -> None:
     assert step_time(misses, 4, COMPUTE, DISK, LookAheadShares(0.0, 0.0)) == without
     fast = dataclasses.replace(DISK, bandwidth=1e6)
     assert step_time(misses, 4, COMPUTE, fast, LookAheadShares(1.0, 1.0)).reads == pytest.approx(8 + 7)
+
+
+def test_a_mean_step_is_of_each_part() -> None:
+    assert mean_step([StepTime(1.0, 0.5, 4), StepTime(3.0, 0.0, 1)]) == StepTime(2.0, 0.25, 2.5)

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from expertserve.bench.replay import read_requests
 from expertserve.errors import ConfigError
 from expertserve.experts.lane import ExpertLane, LaneSettings
 from expertserve.experts.stats import ExpertStats
@@ -17,8 +18,8 @@ from tests.experts.test_failures import OpenedWorld
 from tests.experts.worlds import World, make_world, row, write_files
 
 
-def open_lane_on_files(world: World, folder: Path, **more: object) -> ExpertLane:
-    settings = LaneSettings(budget=ExpertBudget("slots", 6), reader="buffered", **more)  # type: ignore[arg-type]
+def open_lane_on_files(world: World, folder: Path, slots: int = 6, **more: object) -> ExpertLane:
+    settings = LaneSettings(budget=ExpertBudget("slots", slots), reader="buffered", **more)  # type: ignore[arg-type]
     file = OpenedWorld(write_files(world, folder))
     return ExpertLane.open(file, world.towers, 2, settings, ExpertStats(every=0, emit=lambda line: None))
 
@@ -40,6 +41,28 @@ def test_a_trace_says_what_each_step_of_each_layer_chose(tmp_path: Path) -> None
     assert [layer for layer, _ in first.layers] == [0, 2]
     np.testing.assert_array_equal(first.layers[0][1], prompt)
     np.testing.assert_array_equal(second.layers[0][1], row(4, 3))
+
+
+@pytest.mark.parametrize("slots", [6, 24])
+def test_with_look_ahead_on_guesses_are_recorded_beside_what_was_chosen(tmp_path: Path, slots: int) -> None:
+    world = make_world()
+    lane = open_lane_on_files(world, tmp_path, trace=tmp_path / "trace", lookahead="on", slots=slots)
+    with lane.step(decode_rows=1, prefill_rows=0):
+        assert lane.wants_guesses
+        lane.look_ahead(1, row(5, 6))
+        world.run(lane, 0, row(0, 1))
+        world.run(lane, 1, row(6, 7))
+    with lane.step(decode_rows=0, prefill_rows=1):
+        lane.look_ahead(1, row(1, 2))
+        world.run(lane, 0, row(2, 3))
+    lane.close()
+    first, second = read_trace(tmp_path / "trace")[1]
+    assert [layer for layer, _ in first.layers] == [0, 1] and not second.guesses
+    np.testing.assert_array_equal(first.layers[1][1], row(6, 7))
+    assert list(first.guesses) == [1]
+    np.testing.assert_array_equal(first.guesses[1], row(5, 6))
+    replayed = read_requests(tmp_path / "trace")
+    assert replayed.keys.tolist() == [0, 1, 8 + 6, 8 + 7, 2, 3] and replayed.layers.tolist() == [0, 1, 0]
 
 
 def test_a_selection_costs_a_few_bytes(tmp_path: Path) -> None:
