@@ -81,6 +81,7 @@ def load_model(settings: Settings, stats: ExpertStats) -> LoadedModel:
         free, reserve = backend.memory() or _host_memory()
         needs = memory_needs(model, settings, free - reserve)
         needs.require_fit()
+        model.fit_context(needs.context)
         if settings.ctx and settings.ctx > needs.context:
             logger.warning(f"--ctx {settings.ctx} is more than the model was made for; using its {needs.context}")
         state_slots = slots_for(settings.parallel, drafts)

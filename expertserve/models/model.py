@@ -121,6 +121,9 @@ class Model(ABC):
         """By the name of a mask: how far back the layers see that attend through it; they see all through `mask`."""
         return {}
 
+    def fit_context(self, tokens: int) -> None:  # noqa: B027  most families compute the same at any length
+        """Takes note, before anything is built of the model, how long a sequence may become."""
+
     def expert_shape(self, tower: ExpertTower) -> ExpertShape:
         """Sizes of one expert of `tower`."""
         down = tower.slices[tower.roles.index("down")]
@@ -150,7 +153,7 @@ class Model(ABC):
         if self.has_shared_expert:
             g.store("shared", self.shared_expert(g, layer, ffn_input))
         if guess is not None:
-            expected = g.rms_norm(residual, f"blk.{guess}.{self.ffn_norm}.weight", self.hp.eps)
+            expected = self.norm(g, residual, f"blk.{guess}.{self.ffn_norm}")
             g.store("guess", self.router_logits(g, guess, expected))
 
     def dense_layer(self, g: Graph, layer: int, x: Tensor) -> Tensor:
@@ -162,9 +165,14 @@ class Model(ABC):
     def _attend(self, g: Graph, layer: int, x: Tensor) -> tuple[Tensor, Tensor]:
         """The residual stream after a layer's attention, and what its feed-forward gets."""
         p = f"blk.{layer}."
-        attended = self.attention(g, layer, g.rms_norm(x, p + "attn_norm.weight", self.hp.eps))
+        attended = self.attention(g, layer, self.norm(g, x, p + "attn_norm"))
         residual = g.add(self._scaled(g, attended, self.residual_scale), x)
-        return residual, g.rms_norm(residual, f"{p}{self.ffn_norm}.weight", self.hp.eps)
+        return residual, self.norm(g, residual, p + self.ffn_norm)
+
+    def norm(self, g: Graph, x: Tensor, name: str) -> Tensor:
+        """x normalised by the weight of that name, plus the bias where the file has one."""
+        out, bias = g.rms_norm(x, f"{name}.weight", self.hp.eps), self.optional(f"{name}.bias")
+        return out if bias is None else g.add_weight(out, bias)
 
     def router_logits(self, g: Graph, layer: int, x: Tensor) -> Tensor:
         """The router's logits [rows, experts] for the experts' input x."""
@@ -211,11 +219,11 @@ class Model(ABC):
 
     def final_norm(self, g: Graph, x: Tensor) -> Tensor:
         """What the output matrix gets for the residual stream x."""
-        return g.rms_norm(x, f"{self.output_norm}.weight", self.hp.eps)
+        return self.norm(g, x, self.output_norm)
 
     def logits(self, g: Graph, x: Tensor) -> Tensor:
         """Logits [.., vocab] of what `final_norm` gave."""
-        return self._scaled(g, g.linear(x, self.head_weight), 1.0 / self.logit_scale)
+        return self._scaled(g, g.linear(x, self.head_weight, self.optional("output.bias")), 1.0 / self.logit_scale)
 
     def _scaled(self, g: Graph, x: Tensor, factor: float) -> Tensor:
         return x if factor == 1.0 else g.scale(x, factor)

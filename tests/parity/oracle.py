@@ -38,6 +38,7 @@ FAMILIES = (
     "deepseek2-v3",
     "gpt-oss",
     "lfm2moe",
+    "phimoe",
 )
 NEAR_TIE = 1e-3
 """Two logits, of tokens or of a router, whose order may be that of rounding."""

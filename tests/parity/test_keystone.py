@@ -42,6 +42,7 @@ FIXTURES = [
     "deepseek2-v3/model-q4_k.gguf",
     "gpt-oss/model-mxfp4.gguf",
     "lfm2moe/model-q4_k.gguf",
+    "phimoe/model-q4_k.gguf",
 ]
 DECODED = 5
 SPAN = 640  # cells of a sequence
