@@ -78,6 +78,7 @@ class Forward:
         self._backend = backend
         self._lane = lane
         self._reaches = model.reaches()
+        self._position_factors = model.position_factors()
         self._cell_positions = np.zeros(kv_cells, np.int32)
         backend.allocate_kv(model.kv_layouts(), kv_cells, kv_type)
         self.state_slots = state_slots if model.recurrent_layouts() else 0
@@ -118,6 +119,8 @@ class Forward:
             buffers["shared"] = ((rows, hp.hidden), np.float32, NONE)
         for name in self._reaches:
             buffers[name] = buffers["mask"]
+        for name in self._position_factors:
+            buffers[name] = ((rows, 1), np.float32, WRITES)
         for name, (shape, dtype, access) in buffers.items():
             self._backend.allocate_buffer(name, shape, dtype, access)
 
@@ -247,6 +250,8 @@ class Forward:
             backend.host("tokens")[:rows] = batch.tokens
             backend.host("positions")[:rows] = batch.positions
             backend.host("cells")[:rows] = batch.cells
+            for name, factor in self._position_factors.items():
+                backend.host(name)[:rows, 0] = factor(batch.positions)
             backend.host("outputs")[:n] = batch.outputs
             backend.host("runs")[: len(batch.runs)] = batch.runs
             backend.host("num_runs")[0] = len(batch.runs)

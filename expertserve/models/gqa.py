@@ -52,15 +52,15 @@ class GqaModel(Model):
         else:
             names = [f"{p}attn_{role}" for role in "qkv"]
             projected = [g.linear(x, f"{name}.weight", self.optional(f"{name}.bias")) for name in names]
-        q = self._rotated(g, p + "attn_q_norm.weight", projected[0], *heads[0])
-        k = self._rotated(g, p + "attn_k_norm.weight", projected[1], *heads[1])
+        q, k = (self.into_heads(g, layer, role, projected[i], *heads[i]) for i, role in enumerate("qk"))
         v = g.reshape(projected[2], (g.rows, *heads[2]))
         sinks = self.optional(p + "attn_sinks.weight")
         out = g.attention(q, k, v, kv, self.attention_scale, mask=self.mask(layer), sinks=sinks)
         return g.linear(out, p + "attn_output.weight", self.optional(p + "attn_output.bias"))
 
-    def _rotated(self, g: Graph, norm: str, x: Tensor, heads: int, dim: int) -> Tensor:
-        """Q or K in heads, normalised as the family has it, and rotated."""
+    def into_heads(self, g: Graph, layer: int, role: str, x: Tensor, heads: int, dim: int) -> Tensor:
+        """Q or K, as `role` says ("q", "k"), in heads, normalised as the family has it, and rotated."""
+        norm = f"blk.{layer}.attn_{role}_norm.weight"
         if self.qk_norm is QKNorm.ROW:
             x = g.rms_norm(x, norm, self.hp.eps)
         x = g.reshape(x, (g.rows, heads, dim))

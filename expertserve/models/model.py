@@ -8,8 +8,11 @@ implements `attention`, and overrides more only where it differs.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from expertserve.errors import UnsupportedModelError
 from expertserve.experts.router import RouterRule
@@ -19,6 +22,8 @@ from expertserve.models.batch import Reach
 from expertserve.models.hparams import HParams, read_float, read_hparams, read_router_rule
 from expertserve.ops.base import Activation, ExpertShape, Graph, KVLayout, RecurrentLayout, Tensor
 
+PositionFactor = Callable[[NDArray[np.int32]], NDArray[np.float32]]
+
 
 class Model(ABC):
     """A loaded description of one file; holds no weights."""
@@ -27,6 +32,8 @@ class Model(ABC):
     activation: ClassVar[Activation] = Activation.SILU
     ffn_norm: ClassVar[str] = "ffn_norm"
     output_norm: ClassVar[str] = "output_norm"
+    weigh_inputs: ClassVar[bool] = False
+    """Whether the router's weights multiply what goes into the experts instead of what comes out."""
     predicts_ahead: ClassVar[bool] = False
     """Whether the family's draft layer (MTP) is served, in files that have one."""
 
@@ -121,6 +128,10 @@ class Model(ABC):
         """By the name of a mask: how far back the layers see that attend through it; they see all through `mask`."""
         return {}
 
+    def position_factors(self) -> Mapping[str, PositionFactor]:
+        """By the name of a buffer [rows, 1] that layers load: the function from tokens' positions to it."""
+        return {}
+
     def fit_context(self, tokens: int) -> None:  # noqa: B027  most families compute the same at any length
         """Takes note, before anything is built of the model, how long a sequence may become."""
 
@@ -129,7 +140,7 @@ class Model(ABC):
         down = tower.slices[tower.roles.index("down")]
         names = {role: f"blk.{tower.layer}.ffn_{role}_exps.bias" for role in tower.roles}
         biases = {role: name for role, name in names.items() if self.has(name)}
-        return ExpertShape(self.hp.hidden, down.shape[2], self.hp.top_k, self.activation, biases)
+        return ExpertShape(self.hp.hidden, down.shape[2], self.hp.top_k, self.activation, biases, self.weigh_inputs)
 
     # -- order of operations ----------------------------------------------------------------------------------------
 
@@ -212,7 +223,7 @@ class Model(ABC):
 
     def join(self, g: Graph) -> Tensor:
         """The residual stream after a layer's experts: their weighted sum, the shared expert, the residual."""
-        out = g.combine_experts(self.hp.hidden, self.hp.top_k)
+        out = g.combine_experts(self.hp.hidden, self.hp.top_k, weighted=not self.weigh_inputs)
         if self.has_shared_expert:
             out = g.add(out, g.load("shared"))
         return g.add(self._scaled(g, out, self.residual_scale), g.load("residual"))

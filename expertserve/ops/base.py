@@ -299,10 +299,11 @@ class Graph(ABC):
         """
 
     @abstractmethod
-    def combine_experts(self, hidden: int, top_k: int) -> Tensor:
+    def combine_experts(self, hidden: int, top_k: int, *, weighted: bool = True) -> Tensor:
         """Sum over j of weights[row, j] * expert output[row, j], added in order of j: [rows, hidden].
 
-        Reads what the expert kernel and the router left in the buffers `expert_out` and `expert_weights`.
+        Reads what the expert kernel and the router left in the buffers `expert_out` and `expert_weights`; without
+        `weighted` every weight is 1.
         """
 
     @abstractmethod
@@ -340,6 +341,7 @@ class ExpertShape:
     Attributes:
         top_k: experts a token takes.
         biases: by role of a slice, the dense weight [experts, outputs] whose row is added to that product.
+        weigh_inputs: a pair's weight multiplies the products of gate and up (before their biases), and so the input.
     """
 
     hidden: int
@@ -347,6 +349,7 @@ class ExpertShape:
     top_k: int
     activation: Activation
     biases: Mapping[str, str] = field(default_factory=dict)
+    weigh_inputs: bool = False
 
 
 class Backend(ABC):

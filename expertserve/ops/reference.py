@@ -218,9 +218,9 @@ class NumpyGraph(base.Graph):
             states[target] = s
         return NumpyTensor(out.reshape(self.rows, -1))
 
-    def combine_experts(self, hidden: int, top_k: int) -> Tensor:
+    def combine_experts(self, hidden: int, top_k: int, *, weighted: bool = True) -> Tensor:
         y = self._b.host("expert_out")[: self.rows * top_k].reshape(self.rows, top_k, hidden)
-        weights = self._rows("expert_weights")
+        weights = self._rows("expert_weights") if weighted else np.ones((self.rows, top_k), np.float32)
         out = np.zeros((self.rows, hidden), np.float32)
         for j in range(top_k):
             out += weights[:, j, None] * y[:, j]
@@ -264,6 +264,8 @@ class NumpyExpertKernel(base.ExpertKernel):
             added = {role: self._b.weight(name)[batch.experts[group]] for role, name in self._shape.biases.items()}
             pairs = batch.pairs[batch.group_start[group] : batch.group_start[group + 1]]
             rows = x[pairs // self._shape.top_k]
+            if self._shape.weigh_inputs:
+                rows = rows * self._b.host("expert_weights").reshape(-1, 1)[pairs]
             made = {role: rows @ parts[role].T + added.get(role, 0) for role in parts if role != "down"}
             if "gate_up" in made:
                 made["gate"], made["up"] = np.split(made["gate_up"], 2, axis=1)

@@ -78,7 +78,7 @@ def test_experts_over_slots(fmt: str) -> None:
     grid = (blocks(ffn, WARPS), experts)
     common = (np.arange(experts, dtype=i32), start, pairs)
     sizes = (i32(hidden), i32(ffn), i32(top_k), i32(ffn), i32(0))
-    emulator().launch(f"expert_gate_up<{fmt}, {fmt}>", grid, gate, up, *common, None, None, x, h, *sizes)
+    emulator().launch(f"expert_gate_up<{fmt}, {fmt}>", grid, gate, up, *common, None, None, None, x, h, *sizes)
     grid = (blocks(hidden, PAIR * WARPS), experts)
     emulator().launch(f"expert_down<{fmt}>", grid, down, *common, None, h, y, *sizes[:2])
     for e in range(experts):

@@ -1,12 +1,14 @@
-"""Sliding windows: what a layer may see is counted in positions, whatever the cells and the batches."""
+"""Windows and chunks: what a layer may see is counted in positions, whatever the cells and the batches."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from expertserve.models import llama4
 from expertserve.models.batch import Reach
 from expertserve.models.gptoss import GptOss
 from tests.engine.test_batching import prompt
@@ -14,8 +16,16 @@ from tests.models.build import make_batch, open_forward
 from tests.parity.oracle import ORACLE
 
 PATH = ORACLE / "gpt-oss" / "model-q4_k.gguf"
+CHUNKED = ORACLE / "llama4" / "model-q4_k.gguf"
 WINDOW, LAYERS = 32, 3
 needs_fixtures = pytest.mark.skipif(not PATH.exists(), reason="needs the oracle fixtures beside the checkout")
+
+
+@pytest.fixture
+def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks, and steps of the temperature, of WINDOW tokens instead of 8192."""
+    monkeypatch.setattr(llama4, "CHUNK", WINDOW)
+    monkeypatch.setattr(llama4, "TEMPERATURE_STEP", WINDOW)
 
 
 def test_a_window_counts_the_token_itself_and_a_chunk_begins_at_its_multiple() -> None:
@@ -44,9 +54,33 @@ def test_a_token_out_of_every_window_counts_only_by_way_of_layers_without(
 
 @needs_fixtures
 @pytest.mark.shared
-def test_windows_hold_over_steps_and_in_scattered_cells() -> None:
+@pytest.mark.usefixtures("short_chunks")
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_a_token_of_an_earlier_chunk_counts_only_by_way_of_layers_that_see_all(
+    monkeypatch: pytest.MonkeyPatch, everywhere: bool
+) -> None:
+    if everywhere:
+        monkeypatch.setattr(llama4.Llama4, "mask", lambda self, layer: "mask.chunk")
+    tokens, start = prompt(1, 130), 128  # the last token's chunk begins there
+    with open_forward(CHUNKED, device="reference", kv_type="f32", max_rows=130) as forward:
+        whole = forward(make_batch(tokens))[-1].copy()
+        for changed, seen in ((start - 1, not everywhere), (start, True)):
+            other = [*tokens[:changed], (tokens[changed] + 1) % 256, *tokens[changed + 1 :]]
+            assert np.array_equal(forward(make_batch(other))[-1], whole) != seen
+
+
+def test_the_temperature_rises_by_whole_steps_of_the_position() -> None:
+    found = llama4.temperature(np.array([0, 8190, 8191, 16382, 16383], np.int32))
+    assert np.allclose(found, [1, 1, 1 + 0.1 * np.log(2), 1 + 0.1 * np.log(2), 1 + 0.1 * np.log(3)])
+
+
+@needs_fixtures
+@pytest.mark.shared
+@pytest.mark.usefixtures("short_chunks")
+@pytest.mark.parametrize("path", [PATH, CHUNKED], ids=["windows", "chunks"])
+def test_reaches_hold_over_steps_and_in_scattered_cells(path: Path) -> None:
     tokens = prompt(2, 100)
-    with open_forward(PATH, device="reference", kv_type="f32", max_rows=100) as forward:
+    with open_forward(path, device="reference", kv_type="f32", max_rows=100) as forward:
         whole = forward(make_batch(tokens)).copy()
         for start in range(0, 100, 7):
             part = forward(make_batch(tokens[start : start + 7], start))

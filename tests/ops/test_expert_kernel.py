@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -54,7 +55,7 @@ class World:
     def run(
         self, x: np.ndarray, ids: np.ndarray, waves: list[list[int]], shape: ExpertShape = PLAIN, seed: int = 0
     ) -> np.ndarray:
-        """`seed` is that of the biases."""
+        """`seed` is that of the biases and of the pairs' weights."""
         rows = len(x)
         rng = np.random.default_rng(seed)
         sizes = {shape.biases[role]: HIDDEN if role == "down" else FFN for role in shape.biases}
@@ -63,9 +64,11 @@ class World:
         self.backend.load_weights(infos, lambda name, out: _copy(biases[name], out), lambda nbytes: None)
         self.backend.allocate_buffer("ffn_input", (rows, HIDDEN), np.float32, HostAccess.NONE)
         self.backend.allocate_buffer("expert_out", (rows * TOP_K, HIDDEN), np.float32, HostAccess.NONE)
+        self.backend.allocate_buffer("expert_weights", ids.shape, np.float32, HostAccess.NONE)
         kernel = self.backend.expert_kernel(self.tower, shape)
         self.backend.host("ffn_input")[:] = x
         self.backend.host("expert_out")[:] = np.nan
+        self.backend.host("expert_weights")[:] = rng.random(ids.shape)
         kernel.begin(rows)
         flat = ids.reshape(-1)
         for wave in waves:
@@ -131,3 +134,22 @@ def test_biases_and_every_activation_agree_and_do_not_depend_on_waves(
         less = ExpertShape(HIDDEN, FFN, TOP_K, activation, {r: n for r, n in biased.biases.items() if r != role})
         without = World(path, "cpu", 1).run(x, ids, [used], less)
         assert np.linalg.norm(ours - without) / np.linalg.norm(ours) > 0.1
+
+
+@pytest.mark.parametrize("rows", [1, 6, 40])
+def test_weights_of_inputs_multiply_both_products_but_not_their_biases(tmp_path: Path, rows: int) -> None:
+    x, ids = case(rows)
+    path, used = model(tmp_path, {"expert": "Q8_0"}), sorted(set(ids.reshape(-1).tolist()))
+    biases = {role: f"{role}.bias" for role in ("gate", "up")}
+    found = []
+    for biased in ({}, biases):
+        plain = ExpertShape(HIDDEN, FFN, TOP_K, Activation.SILU, biased)
+        weighed = dataclasses.replace(plain, weigh_inputs=True)
+        ours = World(path, "cpu", 1).run(x, ids, [used], weighed)
+        exact = World(path, "reference", 1).run(x, ids, [used], weighed)
+        assert np.linalg.norm(ours - exact) / np.linalg.norm(exact) < 0.02
+        assert np.array_equal(ours, World(path, "cpu", 2).run(x, ids, [[e] for e in reversed(used)], weighed))
+        without = World(path, "cpu", 1).run(x, ids, [used], plain)
+        assert np.linalg.norm(ours - without) / np.linalg.norm(ours) > 0.1
+        found.append(ours)
+    assert np.linalg.norm(found[0] - found[1]) / np.linalg.norm(found[1]) > 0.1

@@ -39,6 +39,7 @@ FAMILIES = (
     "gpt-oss",
     "lfm2moe",
     "phimoe",
+    "llama4",
 )
 NEAR_TIE = 1e-3
 """Two logits, of tokens or of a router, whose order may be that of rounding."""

@@ -43,6 +43,7 @@ FIXTURES = [
     "gpt-oss/model-mxfp4.gguf",
     "lfm2moe/model-q4_k.gguf",
     "phimoe/model-q4_k.gguf",
+    "llama4/model-q4_k.gguf",
 ]
 DECODED = 5
 SPAN = 640  # cells of a sequence

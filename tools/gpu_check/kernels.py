@@ -113,8 +113,8 @@ def as_f32(array: NDArray[np.float32]) -> tuple[str, NDArray[np.uint8], tuple[in
     return "F32", np.ascontiguousarray(array).view(np.uint8), array.shape
 
 
-def experts_agree(device: Device, fmt: str) -> tuple[bool, str]:
-    """Routed experts of a format in slots, three of four in two calls."""
+def experts_agree(device: Device, fmt: str, *, weigh_inputs: bool = False) -> tuple[bool, str]:
+    """Routed experts of a format in slots, three of four in two calls; weights multiply what comes out or goes in."""
     n = max(256, gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[fmt]][0])
     rows, top_k, chosen = 5, 2, (3, 0, 2)
     parts = {role: [make_weight(fmt, n, n, seed=7 * e + i) for e in range(4)] for i, role in enumerate("gud")}
@@ -137,7 +137,7 @@ def experts_agree(device: Device, fmt: str) -> tuple[bool, str]:
     ids = np.array([[3, 0], [0, 2], [3, 2], [2, 0], [3, 0]])
     room = -(-nbytes // 256) * 256
     store = DeviceExpertSlotStore(device, 4, 3 * room)
-    kernel = backend.expert_kernel(tower, ExpertShape(n, n, top_k, Activation.SILU))
+    kernel = backend.expert_kernel(tower, ExpertShape(n, n, top_k, Activation.SILU, weigh_inputs=weigh_inputs))
     backend.begin_batch(rows, np.zeros((rows, 1), np.float16), rows)
     kernel.begin(rows)
     want = np.zeros((rows, n), np.float32)
@@ -153,9 +153,14 @@ def experts_agree(device: Device, fmt: str) -> tuple[bool, str]:
         gate, up, down = (parts[role][e][1] for role in "gud")
         for pair in pairs:
             row, j = divmod(int(pair), top_k)
-            h = activate(x[row] @ gate.T, x[row] @ up.T, Activation.SILU)
-            want[row] += weights[row, j] * (h @ down.T)
-    backend.compile("combine", lambda g: g.store("combined", g.combine_experts(n, top_k))).run()
+            before, after = (weights[row, j], 1) if weigh_inputs else (1, weights[row, j])
+            h = activate(before * (x[row] @ gate.T), before * (x[row] @ up.T), Activation.SILU)
+            want[row] += after * (h @ down.T)
+
+    def combine(g: Graph) -> None:
+        g.store("combined", g.combine_experts(n, top_k, weighted=not weigh_inputs))
+
+    backend.compile("combine", combine).run()
     got = backend.host("combined").copy()
     store.close()
     backend.close()
@@ -172,6 +177,7 @@ def check_kernels(device: Device, report: Report) -> None:
             report.check(f"product {fmt}, {rows} rows", World(random(rows, n), w).agrees, device, _product)
         report.check(f"embedding {fmt}", World(random(3, 1), w).agrees, device, lambda g: g.embed("w"))
         report.check(f"routed experts {fmt}", experts_agree, device, fmt)
+    report.check("routed experts, weights of inputs", partial(experts_agree, weigh_inputs=True), device, "F16")
     w = {"w": as_f32(random(130)), "heads": as_f32(random(4, 24, 32))}
     report.check("norms and values", World(random(5, 130), w).agrees, device, _pointwise)
     report.check("products by head", World(random(5, 4, 32), w).agrees, device, _by_head)

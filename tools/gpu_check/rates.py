@@ -173,7 +173,8 @@ def _launches(kernel: object, base: np.ndarray, nbytes: int) -> tuple[Callable[[
     def gate_up() -> Launch:
         nonlocal at
         at = (at + 1) % layers
-        args = (table(0), table(1), *groups, none, none, kernel._x, kernel._h, hidden, ffn, top_k, ffn, silu)  # type: ignore[attr-defined]
+        outer, x, h = (none,) * 3, kernel._x, kernel._h  # type: ignore[attr-defined]
+        args = (table(0), table(1), *groups, *outer, x, h, hidden, ffn, top_k, ffn, silu)
         return Launch(names[0], (blocks(FFN, WARPS), TOP_K, 1), args)
 
     def down() -> Launch:

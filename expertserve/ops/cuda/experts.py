@@ -66,6 +66,7 @@ class CudaExpertKernel(base.ExpertKernel):
         pairs = backend.buffer_shape("expert_out")[0]
         self._h = np.uint64(backend.shared("expert_h", 4 * pairs * shape.ffn))
         self._biases = _biases(backend, tower, shape)
+        self._input_weights = np.uint64(backend.address("expert_weights") if shape.weigh_inputs else 0)
         self._staging = backend.call_staging(tower.num_experts, pairs)
 
     def begin(self, rows: int) -> None:
@@ -87,6 +88,7 @@ class CudaExpertKernel(base.ExpertKernel):
             up_at,
             *groups,
             *outer,
+            self._input_weights,
             self._x,
             self._h,
             hidden,

@@ -396,9 +396,9 @@ class CudaGraph(base.Graph):
 
     # -- experts ----------------------------------------------------------------------------------------------------
 
-    def combine_experts(self, hidden: int, top_k: int) -> Tensor:
+    def combine_experts(self, hidden: int, top_k: int, *, weighted: bool = True) -> Tensor:
         out = self._new(self.rows, hidden)
-        weights, y = self._buffer("expert_weights"), self._buffer("expert_out")
+        weights, y = self._buffer("expert_weights") if weighted else None, self._buffer("expert_out")
         self._run("combine_experts", (blocks(hidden, THREADS), self.rows), weights, y, out, hidden, top_k)
         return out
 

@@ -63,11 +63,12 @@ template <class F> __global__ void take_rows(const u8 *weight, const int *ids, f
 }
 
 // h[pair, ffn] = the gated activation of gate x and up x for the pairs of each group. Biases are null or rows of
-// bias_stride, an expert each. Grid: ffn / WARPS, groups.
+// bias_stride, an expert each; input_weights are null or a factor a pair of both products. Grid: ffn / WARPS, groups.
 template <class G, class U>
 __global__ void expert_gate_up(const u64 *gate, const u64 *up, const int *experts, const int *group_start,
-                               const int *pairs, const float *gate_bias, const float *up_bias, const float *x, float *h,
-                               int hidden, int ffn, int top_k, int bias_stride, int activation) {
+                               const int *pairs, const float *gate_bias, const float *up_bias,
+                               const float *input_weights, const float *x, float *h, int hidden, int ffn, int top_k,
+                               int bias_stride, int activation) {
     int f = blockIdx.x * WARPS + threadIdx.x / 32, group = blockIdx.y;
     if (f >= ffn) return;
     const u8 *gate_row = (const u8 *)gate[group] + f * row_bytes<G>(hidden);
@@ -81,8 +82,11 @@ __global__ void expert_gate_up(const u64 *gate, const u64 *up, const int *expert
         float g[TILE], u[TILE];
         two_rows<G, U>(gate_row, up_row, from, count, hidden, g, u);
         if (threadIdx.x % 32 == 0)
-            for (int r = 0; r < count; r++)
-                h[(long long)pairs[first + r] * ffn + f] = gated(activation, g[r] + more_gate, u[r] + more_up);
+            for (int r = 0; r < count; r++) {
+                long long pair = pairs[first + r];
+                float weight = input_weights ? input_weights[pair] : 1;
+                h[pair * ffn + f] = gated(activation, weight * g[r] + more_gate, weight * u[r] + more_up);
+            }
     }
 }
 
@@ -109,11 +113,12 @@ __global__ void expert_down(const u64 *down, const int *experts, const int *grou
     }
 }
 
-// out[row] = sum over j of weights[row, j] * y[row, j], in order of j. Grid: hidden / 128, rows.
+// out[row] = sum over j of weights[row, j] * y[row, j], in order of j; null weights are 1. Grid: hidden / 128, rows.
 __global__ void combine_experts(const float *weights, const float *y, float *out, int hidden, int top_k) {
     int i = blockIdx.x * blockDim.x + threadIdx.x, row = blockIdx.y;
     if (i >= hidden) return;
     float sum = 0;
-    for (int j = 0; j < top_k; j++) sum += weights[row * top_k + j] * y[((long long)row * top_k + j) * hidden + i];
+    for (int j = 0; j < top_k; j++)
+        sum += (weights ? weights[row * top_k + j] : 1) * y[((long long)row * top_k + j) * hidden + i];
     out[(long long)row * hidden + i] = sum;
 }

@@ -67,6 +67,7 @@ class GgmlExpertKernel(base.ExpertKernel):
             down_m=down_m,
             gated=function_address(GATED[shape.activation]),
             **_biases(backend, tower, shape),
+            input_weights=backend.address("expert_weights") if shape.weigh_inputs else None,
             x=x,
             y=backend.address("expert_out"),
             x_gate=converted(gate_m),

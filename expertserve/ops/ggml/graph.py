@@ -395,10 +395,10 @@ class GgmlGraph(base.Graph):
         call.out = data_slot(out)
         return self._new(out, (self.rows, width))
 
-    def combine_experts(self, hidden: int, top_k: int) -> Tensor:
+    def combine_experts(self, hidden: int, top_k: int, *, weighted: bool = True) -> Tensor:
         call = CombineCall(
             y=self._backend.address("expert_out"),
-            weights=self._backend.address("expert_weights"),
+            weights=self._backend.address("expert_weights") if weighted else None,
             rows=self.rows,
             top_k=top_k,
             hidden=hidden,

@@ -61,6 +61,7 @@ struct expert_call {
     const float *up_bias;
     const float *down_bias; /* [experts, hidden], or NULL */
     int64_t outer_bias_stride;
+    const float *input_weights; /* [rows, top_k] what the products of gate and up are multiplied by, or NULL */
     const float *x;     /* [rows, hidden] */
     float *y;           /* [rows * top_k, hidden] */
     void *x_gate;       /* x in the format of gate_m; x itself where that is float */
@@ -126,6 +127,14 @@ static void product(const struct matrix *m, const char *weights, int row0, int r
     }
 }
 
+/* Multiplies elements [row0, row1) of each pair's output by the pair's weight. */
+static void weigh(const float *weights, const int32_t *pairs, int row0, int row1, struct outputs out, int count) {
+    for (int p = 0; weights && p < count; p++) {
+        float *o = out.base + p * out.stride;
+        for (int r = row0; r < row1; r++) o[r] *= weights[pairs[p]];
+    }
+}
+
 /* Adds an expert's bias to elements [row0, row1) of `count` outputs. */
 static void add_bias(const float *bias, int row0, int row1, struct outputs out, int count) {
     for (int p = 0; bias && p < count; p++) {
@@ -155,6 +164,8 @@ EXPORT void expert_gate_up(struct ggml_tensor *dst, int ith, int nth, void *user
         product(&c->up_m, (const char *)(uintptr_t)c->up[group], row0, row1, c->hidden, c->x_up,
                 (struct columns){c->up_columns, column, c->pairs + p0, c->top_k},
                 up_out, count, scratch);
+        weigh(c->input_weights, c->pairs + p0, row0, row1, gate_out, count);
+        weigh(c->input_weights, c->pairs + p0, row0, row1, up_out, count);
         add_bias(row_of(c->gate_bias, c->experts[group], c->outer_bias_stride), row0, row1, gate_out, count);
         add_bias(row_of(c->up_bias, c->experts[group], c->outer_bias_stride), row0, row1, up_out, count);
     }
@@ -251,7 +262,7 @@ EXPORT void linear_product(struct ggml_tensor *dst, int ith, int nth, void *user
 
 struct combine_call {
     const float *y;       /* [rows, top_k, hidden] */
-    const float *weights; /* [rows, top_k] */
+    const float *weights; /* [rows, top_k]; NULL where all are 1 */
     void **out;           /* where the output tensor keeps its data pointer: [rows, hidden] */
     int32_t rows, top_k, hidden, unused;
 };
@@ -264,15 +275,10 @@ EXPORT void combine_experts(struct ggml_tensor *dst, int ith, int nth, void *use
     (void)dst;
     for (int row = 0; row < c->rows; row++) {
         float *o = (float *)*c->out + (int64_t)row * c->hidden;
-        const float *w = c->weights + (int64_t)row * c->top_k;
         const float *y = c->y + (int64_t)row * c->top_k * c->hidden;
-        for (int i = c0; i < c1; i++) {
-            o[i] = w[0] * y[i];
-        }
-        for (int j = 1; j < c->top_k; j++) {
-            for (int i = c0; i < c1; i++) {
-                o[i] += w[j] * y[(int64_t)j * c->hidden + i];
-            }
+        for (int j = 0; j < c->top_k; j++, y += c->hidden) {
+            const float w = c->weights ? c->weights[(int64_t)row * c->top_k + j] : 1;
+            for (int i = c0; i < c1; i++) o[i] = j ? o[i] + w * y[i] : w * y[i];
         }
     }
 }

@@ -69,6 +69,7 @@ class ExpertCall(ctypes.Structure):
         ("up_bias", ctypes.c_void_p),
         ("down_bias", ctypes.c_void_p),
         ("outer_bias_stride", ctypes.c_int64),
+        ("input_weights", ctypes.c_void_p),
         ("x", ctypes.c_void_p),
         ("y", ctypes.c_void_p),
         ("x_gate", ctypes.c_void_p),
