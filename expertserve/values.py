@@ -127,8 +127,18 @@ def readable_file(value: object) -> Path:
 
 def file_to_write(value: object) -> Path:
     path = Path(str(value)).expanduser()
-    if os.path.isdir(path) or not os.path.isdir(path.absolute().parent):
+    folder = path.absolute().parent
+    if os.path.isdir(path) or not os.path.isdir(folder):
         raise ValueError("should be a file to write, in a folder that exists")
+    try:
+        os.stat(path)
+        written = path
+    except FileNotFoundError:
+        written = folder
+    except OSError as error:
+        raise ValueError(f"cannot be written: {error.strerror}") from None
+    if not os.access(written, os.W_OK):
+        raise ValueError("cannot be written: permission denied, or a read-only file system")
     return path
 
 

@@ -20,6 +20,7 @@ from expertserve.bench.table import print_table
 from expertserve.errors import ConfigError
 
 _PERCENTILES = (50, 90, 99)
+Uses = dict[int, NDArray[np.int64]]  # by layer, how many decode steps selected each of its experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,7 @@ def trace_stats(requests: Requests) -> TraceStats:
     )
 
 
-def uses(requests: Requests) -> dict[int, NDArray[np.int64]]:
+def uses(requests: Requests) -> Uses:
     """By layer, how many decode steps selected each of its experts."""
     counted = np.repeat(requests.counted, requests.sizes)
     counts = np.bincount(requests.keys[counted], minlength=requests.num_keys)
@@ -247,8 +248,9 @@ def show_replay(path: Path, shares: Sequence[float], *, as_json: bool) -> int:
 
 def draw(path: Path, out: Path, shares: Sequence[float]) -> int:
     """`expertserve trace plot`: writes one picture of three parts."""
-    from expertserve.bench.plots import plot_trace
+    from expertserve.bench.plots import plot_trace, require_drawable
 
+    require_drawable(out, "--out")
     requests = read_decode(path)
     distances = reuse_distances(requests)
     plot_trace(out, path.name, replay_rows(requests, shares), distances[distances > 0], uses(requests))

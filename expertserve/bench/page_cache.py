@@ -50,10 +50,16 @@ def fill(paths: Sequence[Path]) -> None:
 
 
 def cached_share(paths: Sequence[Path]) -> float:
-    """Share of the files' pages that are in memory."""
+    """Share of the files' pages that are in memory.
+
+    Raises:
+        ConfigError: a file is no longer there, or the system does not say.
+    """
     mincore = ctypes.CDLL(None, use_errno=True).mincore
     pages = cached = 0
     for path in paths:
+        if not path.is_file():
+            raise ConfigError(f"{path}: the file is no longer there; let it lie while it is measured")
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as mapping:
             count = -(-len(mapping) // mmap.PAGESIZE)
             found = (ctypes.c_ubyte * count)()

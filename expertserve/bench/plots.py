@@ -17,6 +17,17 @@ if TYPE_CHECKING:
 _COLOURS = {"LRU": "#d95f02", "LFU": "#7570b3", "ours": "#1b9e77", "Belady": "#333333"}
 
 
+def require_drawable(out: Path, flag: str) -> None:
+    """For a look before what takes long.
+
+    Raises:
+        ConfigError: there is no matplotlib, or none of its formats has this suffix.
+    """
+    figure, _ = _figure(1)
+    if out.suffix.removeprefix(".").lower() not in figure.canvas.get_supported_filetypes():
+        raise ConfigError(f"{flag} {out}: the name of a picture should end with .png, .svg or .pdf")
+
+
 def plot_trace(
     out: Path,
     title: str,

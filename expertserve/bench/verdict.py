@@ -6,15 +6,30 @@ A report is the JSON object of `rates.bench`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from math import ceil
 from typing import Any
 
 from expertserve.bench.page_cache import WARM
+from expertserve.bench.sweep_table import label
 
 Report = Mapping[str, Any]
 TOLERANCE = 0.03
 SLACK_BYTES = 8 << 20  # the interpreter's own pages, and reads begun in one phase and ended in the next
+
+
+def judge(rows: Sequence[dict[str, Any]]) -> None:
+    """Marks the rows that do not count, each against the control of those that compute the same."""
+    groups: dict[tuple[object, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["batch"], row["prompt_tokens"], row["draft"]), []).append(row)
+    for members in groups.values():
+        measured = [row for row in members if row["report"] is not None]
+        control = max(measured, key=lambda row: (row["part"] == "resident", row["report"]["slots"]), default=None)
+        for row in measured:
+            other = None if control is None or row is control else control["report"]
+            row["void"] = void_reason(row["report"], other)
+            row["compared_with"] = None if other is None or control is None else label(control)
 
 
 def void_reason(report: Report, control: Report | None) -> str | None:

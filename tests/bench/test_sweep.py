@@ -15,14 +15,19 @@ import numpy as np
 import pytest
 
 from expertserve.bench import meter, page_cache, rates
+from expertserve.bench.figures import Bandwidth, Machine, figures
 from expertserve.bench.memory_cap import limited_memory
+from expertserve.bench.plan import model_sizes
 from expertserve.bench.sweep import cases, sweep
 from expertserve.bench.verdict import void_reason
 from expertserve.config import SETTINGS, Settings, as_flags, resolve
+from expertserve.data import model_path
 from expertserve.errors import ConfigError
 from expertserve.experts import router
 from expertserve.experts.stats import ExpertStats
+from expertserve.gguf.file import GGUFFile
 from expertserve.models import forward
+from expertserve.models.registry import load_model
 from tests.gguf_writer import make_tiny_moe
 
 SMALL = {"device": "cpu", "prompt_tokens": "24", "decode_tokens": "6", "repetitions": "1", "threads": "1"}
@@ -132,7 +137,7 @@ def test_arguments_made_of_settings_give_the_same_settings() -> None:
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     given = [part for name, value in SMALL.items() for part in (f"--{name.replace('_', '-')}", value)]
     return subprocess.run(
-        [sys.executable, "-m", "expertserve.cli", "bench", *arguments, *given], capture_output=True, text=True
+        [sys.executable, "-m", "expertserve.cli", "bench", *given, *arguments], capture_output=True, text=True
     )
 
 
@@ -151,10 +156,61 @@ def test_table_csv_and_json_have_the_same_rows(tmp_path: Path) -> None:
         assert [float(row["decode_tok_s"]) for row in csv.DictReader(file)] == [
             row["decode_tok_s"] for row in result["rows"]
         ]
+    assert all(0 < row["of_roofline"] <= 1.001 for row in result["rows"])
     row = result["rows"][2]
     assert row["slots"] == 60 and 0 < row["decode_hit_rate"] < 1 and row["compared_with"].startswith("resident")
     assert f"{row['decode_tok_s']:.2f}" in done.stdout.splitlines()[-2]
     assert " steps=18 " in done.stderr.splitlines()[-1]  # of the timed runs of all rows
+
+
+def test_a_roofline_is_no_lower_than_what_was_reached(capsys: pytest.CaptureFixture[str]) -> None:
+    row = report(capsys, expert_cache="15%")
+    row |= {"disk_bytes": {"prefill": 0, "decode": 100 << 20}}
+    with GGUFFile.open(model_path("demo")) as file:
+        sizes = model_sizes(load_model(file))
+    asleep = Machine(sizes, Bandwidth(1e6, "probe"), Bandwidth(1e6, "probe"))
+    assert figures(row, asleep)["of_roofline"] > 100
+    awake = asleep.raised_by([("15%", row)])
+    assert 0 < figures(row, awake)["of_roofline"] <= 1
+    assert awake.memory.shown_by == "15%" and awake.disk is not None and awake.disk.shown_by == "15%"
+    fast = Machine(sizes, Bandwidth(1e15, "probe"), Bandwidth(1e15, "probe"))
+    assert fast.raised_by([("15%", row)]) == fast
+
+
+def test_a_picture_of_one_configuration_is_drawn(tmp_path: Path) -> None:
+    done = run("demo", "--expert-cache", "50%", "--plot", str(tmp_path / "one.svg"))
+    assert done.returncode == 0 and (tmp_path / "one.svg").read_text().startswith("<?xml"), done.stderr
+
+
+def test_a_picture_without_anything_to_draw_is_said_and_fails(tmp_path: Path) -> None:
+    done = run("demo", "--budgets", "50", "--decode-tokens", "1", "--plot", str(tmp_path / "none.svg"))
+    assert done.returncode == 1 and not (tmp_path / "none.svg").exists()
+    assert "nothing is drawn, no row has a decode speed" in done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["void"] == 0
+
+
+@pytest.mark.parametrize(
+    ("flag", "name", "why"),
+    [
+        ("--plot", "rows.txt", "the name of a picture should end with .png, .svg or .pdf"),
+        ("--results-csv", "r" * 256, "cannot be written: File name too long"),
+        ("--results-json", "none/rows.json", "should be a file to write, in a folder that exists"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_refused_before_a_row_runs(
+    tmp_path: Path, flag: str, name: str, why: str
+) -> None:
+    done = run("demo", "--budgets", "50", flag, str(tmp_path / name))
+    assert done.returncode == 2 and not done.stdout
+    said = [line for line in done.stderr.splitlines() if not line.startswith("[expert-stream]")]
+    assert len(said) == 1 and said[0].startswith(f"error: {flag} ") and said[0].endswith(why)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_file_that_fails_at_the_end_leaves_the_results_on_standard_output() -> None:
+    done = run("demo", "--expert-cache", "50%", "--results-json", "/dev/full")
+    assert done.returncode == 2 and json.loads(done.stdout.splitlines()[-1])["void"] == 0
+    assert "error: --results-json /dev/full: cannot be written: No space left on device" in done.stderr
 
 
 def test_a_model_that_vanishes_voids_the_rows_that_are_left(
@@ -163,14 +219,14 @@ def test_a_model_that_vanishes_voids_the_rows_that_are_left(
     model = make_tiny_moe(tmp_path / "m.gguf")
     from expertserve.bench import sweep as module
 
-    real = module._measure
+    real = module.measure_row
 
     def measure(case: Any, *rest: Any) -> dict[str, Any]:
         if case.part == "row":
             model.unlink(missing_ok=True)
         return real(case, *rest)
 
-    monkeypatch.setattr(module, "_measure", measure)
+    monkeypatch.setattr(module, "measure_row", measure)
     assert sweep(settings(model=str(model), budgets="50"), quiet()) == 1
     shown = capsys.readouterr().out
     result = json.loads(shown.splitlines()[-1])
