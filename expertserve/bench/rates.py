@@ -322,7 +322,8 @@ def bench(settings: Settings, stats: ExpertStats) -> int:
                 meter=meter,
             )
             result = {**summary(runs), "digest": checked.digest}
-        conditions = _conditions(settings, model, stats, feed) | {"cached": [cached, cached_share(paths)]}
+        left = cached_share(paths)  # first: it says so where a file has gone
+        conditions = _conditions(settings, model, stats, feed) | {"cached": [cached, left]}
         print(json.dumps({**result, **counted(runs), **conditions}))
     finally:
         model.close()

@@ -235,6 +235,35 @@ def test_a_model_that_vanishes_voids_the_rows_that_are_left(
     assert "Traceback" not in shown and shown.splitlines()[-2].split("VOID: ")[1].startswith("its process ended with")
 
 
+def test_a_model_that_vanishes_while_it_is_measured_is_one_clear_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_tiny_moe(tmp_path / "m.gguf")
+    real = rates.measure_all
+
+    def measure(*arguments: Any, **named: Any) -> Any:
+        model.unlink()
+        return real(*arguments, **named)
+
+    monkeypatch.setattr(rates, "measure_all", measure)
+    with pytest.raises(ConfigError, match=r"m\.gguf: the file is no longer there"):
+        rates.bench(settings(model=str(model), expert_cache="50%", reader="buffered"), quiet())
+
+
+def test_rows_that_a_cap_kills_are_void_and_say_what_they_held() -> None:
+    try:
+        with limited_memory(16 << 20):
+            pass
+    except ConfigError as error:
+        pytest.skip(str(error))
+    done = run("demo", "--expert-cache", "50%", "--memory-cap", "16MiB", "--page-cache", "cold")
+    rows = json.loads(done.stdout.splitlines()[-1])["rows"]
+    assert done.returncode == 1 and len(rows) == 3
+    for row in rows:
+        assert row["void"].startswith("its process ended with signal 9: without a word (it held ")
+        assert row["void"].endswith(" of the 16777216 bytes of --memory-cap)")
+
+
 def test_a_budget_that_does_not_fit_is_no_void_row() -> None:
     done = run("demo", "--budgets", "1")
     assert done.returncode == 0, done.stdout
