@@ -29,6 +29,7 @@ from expertserve.experts.opening import (
     open_parts,
 )
 from expertserve.experts.preload import Progress, absent_keys, file_order, hottest_keys, preload
+from expertserve.experts.probe import disk_rate
 from expertserve.experts.profile import save_profile
 from expertserve.experts.reader import FileReader
 from expertserve.experts.stats import ExpertStats, write_line
@@ -36,6 +37,8 @@ from expertserve.experts.step import Step, StepClock, StepRows
 from expertserve.experts.table import LayerTable
 from expertserve.experts.waves import Waves
 from expertserve.gguf.spans import ExpertTower
+
+_TRIAL_S = 0.3
 
 
 def _is_decode(rows: StepRows) -> bool:
@@ -129,6 +132,14 @@ class ExpertLane:
         wanted = file_order({streamer: choose(streamer) for streamer in self.streamers}, self._tables.values())
         depth = 4 * self._settings.threads
         return preload(wanted, self.pool, self.stats, depth=depth, progress=progress, should_stop=should_stop)
+
+    def disk_rate(self) -> float | None:
+        """Bytes a second at which its threads could read slices of experts, by a short trial; None where none is read
+        any more or nothing can be said. For a lane that is idle."""
+        if self._unstreamed is not None or self.plan.all_resident:
+            return None
+        nbytes = max(max(group.layout.region_bytes) for group in self.plan.classes)
+        return disk_rate(self.pool.reader, nbytes, self._settings.threads, seconds=_TRIAL_S)
 
     def save_profile(self) -> str | None:
         """Saves hotness to the profile, if there is one and anything ran; returns a warning where that failed."""

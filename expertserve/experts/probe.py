@@ -13,6 +13,10 @@ from time import perf_counter
 
 import numpy as np
 
+from expertserve.experts.reader import FileReader
+
+_MOST_BYTES = 256 << 20
+
 
 def read_rate(
     descriptor: int, nbytes: int, *, read_bytes: int, align: int, threads: int, seconds: float, most_bytes: int
@@ -45,3 +49,28 @@ def read_rate(
     with ThreadPoolExecutor(threads) as pool:
         done = sum(pool.map(read, range(threads)))
     return done / max(perf_counter() - began, 1e-9)
+
+
+def disk_rate(reader: FileReader, nbytes: int, threads: int, seconds: float = 1.0) -> float | None:
+    """Bytes a second of reads of `nbytes`, as those of experts are, at random places of a model's largest file.
+
+    None where too little of the file is there, where reads do not go through a descriptor or where one fails.
+    """
+    sizes = [os.fstat(descriptor).st_size for descriptor in reader.disk.descriptors]
+    align = max(reader.align, mmap.PAGESIZE)
+    read_bytes = -(-nbytes // align) * align
+    if not sizes or max(sizes) < read_bytes + align or not hasattr(os, "preadv"):
+        return None
+    index = int(np.argmax(sizes))
+    try:
+        return read_rate(
+            reader.disk.descriptors[index],
+            sizes[index],
+            read_bytes=read_bytes,
+            align=align,
+            threads=threads,
+            seconds=seconds,
+            most_bytes=_MOST_BYTES,
+        )
+    except OSError:
+        return None

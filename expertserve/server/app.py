@@ -83,6 +83,7 @@ def _load(settings: Settings, stats: ExpertStats) -> ServedModel:
     from expertserve.engine.load import load_model
 
     model = load_model(settings, stats)
+    stats.about["disk_limit_bytes_s"] = model.lane.disk_rate()
     return ServedModel(
         engine=model.engine,
         tokenizer=model.tokenizer,

@@ -25,7 +25,15 @@ BOS, EOS, VOCAB = 256, 257, 258
 CONTEXT = 512
 MODEL = "hash-moe"
 _DECODE = {"hits": 7, "rows": 0, "computing_s": 0.0, "stalled_s": 0.0, "lane_s": 0.0}
-STREAM = {"hits": 7, "misses": 0, "bytes": 0, "read_mode": "none", "about": {"slots": 3}, "phases": {"decode": _DECODE}}
+DISK_LIMIT = 64 << 20
+STREAM: dict[str, Any] = {
+    "hits": 7,
+    "misses": 0,
+    "bytes": 0,
+    "read_mode": "none",
+    "about": {"slots": 3, "disk_limit_bytes_s": DISK_LIMIT},
+    "phases": {"decode": _DECODE},
+}
 
 
 class ByteTokenizer:
@@ -99,6 +107,7 @@ class World:
         self.forward = forward(vocab_size=vocab_size, max_rows=64, kv_cells=4096, context_length=context)
         self.engine = Engine(self.forward, self.tokenizer, parallel=8, context=context, chunk=48)
         self.oracle = Oracle(self.tokenizer, context, vocab_size)  # type: ignore[arg-type]
+        self.read_bytes: Callable[[], int] = lambda: 0
         self.engine.start()
 
     def served(self) -> ServedModel:
@@ -110,7 +119,7 @@ class World:
             names=(MODEL, "other-name"),
             context_length=self.engine.context,
             fingerprint="fp_test",
-            stream_snapshot=lambda: STREAM,
+            stream_snapshot=lambda: {**STREAM, "bytes": self.read_bytes()},
             heat=lambda: {0: (np.array([0.0, 4.0, 1.0]), np.array([False, True, True]))},
             memory_plan={"expert slots": 1000},
             close=self.engine.stop,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 
 from expertserve.errors import ExpertReadError
 from expertserve.models.batch import Batch
-from tests.server.hash_world import World
+from tests.server.hash_world import DISK_LIMIT, World
 from tests.server.worlds import Running, running
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -156,3 +158,27 @@ def test_the_panel_shows_slots_and_heat(page: Any) -> None:
     assert "2 of 3" in page.inner_text("#figures")
     page.click("#panel-toggle")
     assert page.is_hidden("#panel") and page.get_attribute("#panel-toggle", "aria-expanded") == "false"
+
+
+def test_the_panel_shows_what_the_disk_gives_against_what_was_measured(page: Any, site: Running) -> None:
+    def reads(rate: float) -> None:
+        began = time.monotonic()
+        site.world.read_bytes = lambda: int(rate * (time.monotonic() - began))
+
+    def shown() -> tuple[float, float]:
+        """Share of the bar and MiB a second, of one reading."""
+        width, text = page.evaluate(
+            "() => [document.querySelector('#disk span').style.width, document.querySelector('#disk-text').textContent]"
+        )
+        found = re.match(r"([0-9.]+) MiB/s now", text)
+        return float(width.removesuffix("%")) / 100, float(found[1]) if found else 0.0
+
+    text = page.locator("#disk-text")
+    reads(DISK_LIMIT / 20)
+    sync_api.expect(text).to_have_text(
+        re.compile(r"^\d.* MiB/s now, .*; 64\.0 MiB/s were measured at start, the bar ends there\.$")
+    )
+    share, rate = shown()
+    assert 0 < share < 1 and share == pytest.approx(rate / 64, abs=0.01)
+    reads(DISK_LIMIT * 16)
+    sync_api.expect(text).to_contain_text("64.0 MiB/s were measured at start, the bar ends at the most seen.")

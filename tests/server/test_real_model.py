@@ -85,6 +85,15 @@ def test_a_chat_on_a_real_model_then_sigterm_with_one_final_line(tiny_moe: Path)
     assert not any("Traceback" in line for line in server.lines)
 
 
+def test_the_disks_limit_is_measured_where_experts_are_read_while_serving(tiny_moe: Path) -> None:
+    for budget, read in (("8", True), ("100%", False)):
+        with serving(tiny_moe, "--expert-cache", budget) as server:
+            limit = httpx.get(f"{server.url}/stats").json()["stream"]["about"]["disk_limit_bytes_s"]
+            metrics = httpx.get(f"{server.url}/metrics").text
+        assert (limit is not None and limit > 0) == read
+        assert ("expertserve_stream_disk_limit_bytes_s " in metrics) == read
+
+
 @pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="the system has no SIGHUP")
 def test_sighup_has_the_keys_read_again(tiny_moe: Path, tmp_path: Path) -> None:
     keys = tmp_path / "keys"

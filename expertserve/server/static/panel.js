@@ -38,20 +38,27 @@ function showRates(now, then) {
   const stream = now.stream, old = then.stream;
   const hits = stream.hits - old.hits, misses = stream.misses - old.misses;
   const read = (stream.bytes - old.bytes) / seconds;
-  peak = Math.max(peak, read);
   const engine = now.engine;
   figures([
     ["Tokens per second", ((engine.generated_tokens - then.engine.generated_tokens) / seconds).toFixed(1)],
     ["Prompt tokens per second", ((engine.prompt_tokens - then.engine.prompt_tokens) / seconds).toFixed(0)],
     ["Hit rate, now", percent(hits, hits + misses)],
     ["Hit rate, in all", percent(stream.hits, stream.hits + stream.misses)],
-    ["Disk, now", `${bytes(read)}/s`],
-    ["Disk, most seen", `${bytes(peak)}/s`],
     ["Slots in use", `${now.slots_used} of ${stream.about.slots ?? 0}`],
     ["Running, waiting", `${engine.requests_running}, ${engine.requests_queued}`],
     ["KV cells in use", `${engine.kv_cells_used} of ${engine.kv_cells}`],
     ["Prompt kept", percent(engine.cached_tokens, engine.cached_tokens + engine.prompt_tokens)],
   ]);
+  showDisk(read, stream.about.disk_limit_bytes_s ?? 0);
+}
+
+function showDisk(read, measured) {
+  peak = Math.max(peak, read);
+  const limit = Math.max(measured, peak);
+  bar("disk", [["compute", read]], limit);
+  const known = measured ? `${bytes(measured)}/s were measured at start` : "no limit was measured";
+  const whole = limit === 0 ? "" : limit > measured ? "the bar ends at the most seen" : "the bar ends there";
+  $("disk-text").textContent = `${bytes(read)}/s now, ${bytes(peak)}/s at most seen here; ${[known, whole].filter(Boolean).join(", ")}.`;
 }
 
 function showTime(stream) {
