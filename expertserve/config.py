@@ -28,6 +28,7 @@ from expertserve.values import (
     parse_bytes,
     parse_cap,
     parse_list,
+    parse_origins,
     parse_scale,
     parse_words,
     readable_file,
@@ -310,7 +311,7 @@ class Settings:
         (),
         "Origin of a page elsewhere that may use the server from a browser (* is any), may be given several times.",
         commands=_SERVE,
-        parse=parse_list,
+        parse=parse_origins,
         metavar="ORIGIN",
     )
     drain_timeout: float = setting(

@@ -85,6 +85,26 @@ def parse_list(value: object) -> object:
     return [word for word in value.split(",") if word]
 
 
+def parse_origins(value: object) -> object:
+    """Origins in the form in which browsers send them; `*` is any, and `null` a page without one."""
+    strings = parse_list(value)
+    return [_origin(string) for string in strings] if isinstance(strings, list | tuple) else strings
+
+
+def _origin(value: object) -> object:
+    if not isinstance(value, str) or value in ("*", "null"):
+        return value
+    match = re.fullmatch(
+        r"([a-z][a-z0-9+.-]*)://(\[[0-9a-f:.]+\]|[^\s/?#@:\[\]*]+)(:\d{1,5})?/?", value.strip().lower()
+    )
+    if not match:
+        raise ValueError(
+            "should be a scheme and a host, with a port where there is one, as in https://chat.example:8443"
+        )
+    scheme, host, port = match.groups(default="")
+    return f"{scheme}://{host}{'' if (scheme, port) in (('http', ':80'), ('https', ':443')) else port}"
+
+
 def parse_words(value: object) -> list[str]:
     """Several values in one string, or in several, separated by commas."""
     strings = [value] if isinstance(value, str | int) else value

@@ -114,6 +114,10 @@ def test_bad_value_names_where_it_came_from_and_itself(tmp_path: Path, monkeypat
         ("chat_template", "{{ messages }}" * 500),
         ("stats_json", "/nonexistent/stats.json"),
         ("config", "/nonexistent/settings.toml"),
+        ("cors_origin", "chat.example"),
+        ("cors_origin", "https://chat.example/page"),
+        ("cors_origin", "https://*.example"),
+        ("cors_origin", "['https://a.example"),
         ("model", ""),
     ],
 )
@@ -138,6 +142,13 @@ def test_list_comes_from_words_json_or_repeated_flags(monkeypatch: pytest.Monkey
     assert settings(stop=["a", "b,c"]).stop == ("a", "b,c")
     monkeypatch.setenv("EXPERTSERVE_STOP", '["x,y"]')
     assert settings().stop == ("x,y",)
+
+
+def test_origins_are_written_as_browsers_send_them() -> None:
+    given = ["HTTPS://Chat.Example:443/", "http://localhost:3000", "app://obsidian.md", "http://[::1]:80", "*", "null"]
+    wanted = ("https://chat.example", "http://localhost:3000", "app://obsidian.md", "http://[::1]", "*", "null")
+    assert settings(cors_origin=given).cors_origin == wanted
+    assert settings(cors_origin="https://a.example, https://b.example").cors_origin[1] == "https://b.example"
 
 
 def test_setting_without_effect_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

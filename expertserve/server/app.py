@@ -12,7 +12,6 @@ import hashlib
 from typing import Any
 
 from fastapi import FastAPI, Request
-from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 
 from expertserve import __version__, log
@@ -20,6 +19,7 @@ from expertserve.config import Settings
 from expertserve.experts.stats import ExpertStats
 from expertserve.server.chat import ChatChunks, ChatResponse
 from expertserve.server.completions import CompletionChunks, CompletionResponse, CompletionTexts
+from expertserve.server.cors import Cors
 from expertserve.server.delivery import EventStream, deliver_body
 from expertserve.server.envelope import Envelope, response_id
 from expertserve.server.errors import error_object, install_error_handlers
@@ -52,11 +52,8 @@ def create_app(state: ServerState) -> FastAPI:
         redirect_slashes=False,
     )
     app.state.generations = Generations(metrics, state)
-    if state.settings.cors_origins:
-        app.add_middleware(
-            CORSMiddleware, allow_origins=state.settings.cors_origins, allow_methods=["*"], allow_headers=["*"]
-        )
     app.add_middleware(Guard, state=state, metrics=metrics)
+    app.add_middleware(Cors, state=state)
     install_error_handlers(app)
     add_page(app)
     _add_generation_routes(app, state)

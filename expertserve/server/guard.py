@@ -1,8 +1,8 @@
 """What every request passes first and every response last.
 
 Owns API keys, the limit on bodies, refusing while no model is ready, the request id, the access log and the request
-metrics. It is the outermost layer, so an exception of a route ends here as an error object, never as a bare
-connection loss.
+metrics. It is the outermost layer but for CORS, so an exception of a route ends here as an error object, never as a
+bare connection loss.
 """
 
 from __future__ import annotations

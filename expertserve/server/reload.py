@@ -1,12 +1,13 @@
 """The settings of the HTTP side, made from those of the process, and made again while it runs.
 
-Owns which settings a running server takes anew: keys, limits, time-outs and the level of its log. The rest shapes what
-is loaded or listens, and waits for a restart. Invariant: what cannot be read changes nothing.
+Owns which settings a running server takes anew: keys, limits, time-outs, origins and the level of its log. The rest
+shapes what is loaded or listens, and waits for a restart. Invariant: what cannot be read changes nothing.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ RELOADED = (
     "api_key",
     "api_key_file",
     "key_limit",
+    "cors_origin",
     "max_queue",
     "queue_timeout",
     "request_timeout",
@@ -34,7 +36,7 @@ def server_settings(settings: Settings) -> ServerSettings:
     return ServerSettings(
         host=settings.host,
         port=settings.port,
-        api_keys=(*settings.api_key, *keys_of(settings.api_key_file)),
+        api_keys=(*(key.strip() for key in settings.api_key), *keys_of(settings.api_key_file)),
         key_limit=settings.key_limit,
         cors_origins=settings.cors_origin,
         max_sequences=settings.parallel + settings.max_queue,
@@ -46,14 +48,14 @@ def server_settings(settings: Settings) -> ServerSettings:
 
 
 def keys_of(file: Path | None) -> list[str]:
-    """The keys in a file, one a line."""
+    """The keys in a file, one a line; a comment begins with # at a line's start or after a space."""
     if file is None:
         return []
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = file.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, ValueError) as error:
         raise ConfigError(f"--api-key-file {file}: {error}") from None
-    keys = [key for line in lines if (key := line.partition("#")[0].strip())]
+    keys = [key for line in lines if (key := re.sub(r"(^|\s)#.*", "", line).strip())]
     if not keys:
         raise ConfigError(f"--api-key-file {file}: has no key; without this option no key is needed")
     return keys
@@ -70,16 +72,19 @@ class Reloader:
         try:
             found = resolve(self._settings.flags)
             new = replace(self._settings, **{name: getattr(found, name) for name in RELOADED})
-            self._state.settings = server_settings(new)
+            fresh = server_settings(new)
         except ExpertServeError as error:
             _log.error(f"the settings stay as they are: {error}")
             return
         changed = self._changed(new)
         waiting = [name for name in self._changed(replace(found, device=new.device)) if name not in changed]
+        if self._state.settings.api_keys and not fresh.api_keys:
+            _log.warning("there are no API keys any more: whoever reaches the server can use it", host=new.host)
         self._settings = new
+        self._state.settings = fresh
         if "log_level" in changed:
             log.configure(new.log_format, new.log_level)
-        _log.info("settings read again", changed=changed, keys=len(self._state.settings.api_keys))
+        _log.info("settings read again", changed=changed, keys=len(fresh.api_keys))
         if waiting:
             _log.warning("these settings have changed and need a restart", settings=waiting)
 

@@ -143,16 +143,49 @@ def test_settings_read_again_count_for_the_next_request_and_bad_ones_change_noth
 
 def test_keys_of_a_file_are_its_lines(tmp_path: Path) -> None:
     file = tmp_path / "keys"
-    file.write_text("# of the team\nfirst\n\n second  # of Eve\n")
-    assert keys_of(file) == ["first", "second"]
+    file.write_text("\ufeffzero\n# of the team\nfirst\n\n second  # of Eve\r\nthi#rd\n", encoding="utf-8")
+    assert keys_of(file) == ["zero", "first", "second", "thi#rd"]
     file.write_text("# none\n")
     with pytest.raises(ConfigError, match="has no key"):
         keys_of(file)
 
 
-@pytest.mark.parametrize("origins", [(), ("https://chat.example",)])
+PAGE = "https://chat.example"
+
+
+def preflight(server: Running, origin: str = PAGE) -> str | None:
+    """The origin that a browser is told it may ask from; it asks without a key."""
+    asked = {
+        "origin": origin,
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization",
+    }
+    return httpx.options(server.url + TEXT, headers=asked).headers.get("access-control-allow-origin")
+
+
+@pytest.mark.parametrize("origins", [(), (PAGE,)])
 def test_pages_from_elsewhere_may_only_where_asked(origins: tuple[str, ...]) -> None:
     with running(World(), cors_origins=origins) as server:
-        asked = {"origin": "https://chat.example", "access-control-request-method": "POST"}
-        allowed = server.http.options(TEXT, headers=asked).headers.get("access-control-allow-origin")
-        assert allowed == (origins[0] if origins else None)
+        assert preflight(server) == (PAGE if origins else None)
+        assert preflight(server, "https://other.example") is None
+
+
+def test_a_page_from_elsewhere_reads_why_it_was_refused() -> None:
+    with running(World(), cors_origins=(PAGE,), api_keys=("secret",)) as server:
+        assert preflight(server) == PAGE
+        refused = httpx.post(server.url + TEXT, json={"prompt": "x"}, headers={"origin": PAGE})
+        assert error_of(refused, 401) and refused.headers["access-control-allow-origin"] == PAGE
+        assert "x-request-id" in refused.headers["access-control-expose-headers"]
+
+
+def test_origins_are_read_again(tmp_path: Path) -> None:
+    config = tmp_path / "config.toml"
+    config.write_text("")
+    settings = resolve({"model": "demo", "config": str(config), "port": 0})
+    state = ServerState(server_settings(settings))
+    with running(World(), state=state) as server:
+        reload = Reloader(settings, state)
+        for origin, allowed in (("https://Chat.example:443/", PAGE), ("*", "*"), ("https://other.example", None)):
+            config.write_text(f"cors_origin = ['{origin}']\n")
+            reload()
+            assert preflight(server) == allowed
