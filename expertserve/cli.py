@@ -254,7 +254,8 @@ def _trace_simulate(
         str | None, typer.Option("--device", metavar="auto|cpu|cuda", help="Where it would compute, as in `serve`.")
     ] = None,
     lookahead: Annotated[
-        str | None, typer.Option("--lookahead", metavar="on|off|auto", help="Guess as the trace's guesses did.")
+        str | None,
+        typer.Option("--lookahead", metavar="on|off|auto", help="As in `serve`; it foresees what the trace's did."),
     ] = None,
     as_json: _AsJson = False,
 ) -> int:

@@ -23,6 +23,7 @@ import numpy as np
 from expertserve.bench.costs import ComputeCosts, DiskCosts, LookAheadShares, StepTime, mean_step, step_time
 from expertserve.bench.disk_probe import DiskTrial, try_disk
 from expertserve.bench.miniature import Measured, measure_costs
+from expertserve.bench.recall import recall_of
 from expertserve.bench.replay import POLICIES, hit_rate, read_requests, slots_of
 from expertserve.config import Settings
 from expertserve.data import model_path
@@ -44,7 +45,7 @@ _USUAL_SHARES = (0.0, 0.05, 0.1, 0.15, 0.25, 0.35, 0.5, 0.65, 0.75, 0.9, 1.0)
 _USUAL_HITS = (0.0, 0.188, 0.36, 0.477, 0.636, 0.742, 0.846, 0.916, 0.951, 0.988, 1.0)
 _CURVE = tuple(share / 20 for share in range(1, 21))
 _STEPS = 64  # of decode, with misses drawn at the expected rate
-_AHEAD = LookAheadShares(used=0.75, wasted=0.27)  # as measured where the next layer's router guesses; see EXPERIMENTS
+USUAL_AHEAD = LookAheadShares(used=0.75, wasted=0.27)  # as measured with the next layer's router; see EXPERIMENTS
 _MIB = 1 << 20
 
 HitRate = Callable[[float], float]
@@ -118,11 +119,17 @@ def traced_hit_rate(path: Path, experts: int) -> HitRate:
 
 
 def predict_decode(
-    compute: ComputeCosts, disk: DiskCosts | None, layers: int, top_k: int, hits: float, lookahead: str
+    compute: ComputeCosts,
+    disk: DiskCosts | None,
+    layers: int,
+    top_k: int,
+    hits: float,
+    lookahead: str,
+    foreseen: LookAheadShares = USUAL_AHEAD,
 ) -> Decode | None:
     """Decode at a hit rate; None where experts have to be read and nothing is known of the disk.
 
-    With look-ahead on `auto` the faster of both, as the lane's own trial chooses.
+    With look-ahead on `auto` the faster of both, as the lane's own trial chooses; it foresees what `foreseen` says.
     """
     if hits < 1 and disk is None:
         return None
@@ -130,7 +137,7 @@ def predict_decode(
     misses = np.random.default_rng(0).binomial(top_k, 1 - hits, (_STEPS, layers))
     sides = {}
     for ahead in (False, True):
-        shares = _AHEAD if ahead else None
+        shares = foreseen if ahead else None
         mean = mean_step([step_time(row, top_k, compute, disk, shares) for row in misses.tolist()])
         sides[ahead] = Decode(1 / mean.seconds, mean, ahead)
     if lookahead == "auto":
@@ -214,6 +221,8 @@ def _prediction(
 ) -> dict[str, object]:
     share = plan.total_slots / sizes.experts
     hits = usual_hit_rate if trace is None else traced_hit_rate(trace, sizes.experts)
+    recall = None if trace is None else recall_of(trace)
+    foreseen = USUAL_AHEAD if recall is None else recall.shares
     layers, top_k = len(model.towers), model.hp.top_k
     report: dict[str, object] = {
         "slots": plan.total_slots,
@@ -235,9 +244,8 @@ def _prediction(
         return report | {"not_measured": str(error), "decode_tok_s": None, "prefill_tok_s": None}
 
     def decode(share: float) -> Decode | None:
-        return predict_decode(
-            measured.compute, disk, layers, top_k, hits(share) if share < 1 else 1.0, settings.lookahead
-        )
+        rate = hits(share) if share < 1 else 1.0
+        return predict_decode(measured.compute, disk, layers, top_k, rate, settings.lookahead, foreseen)
 
     report |= _about_compute(measured)
     report |= _about_token(decode(share), measured.compute, layers, top_k)

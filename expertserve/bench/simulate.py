@@ -20,6 +20,7 @@ from expertserve.bench.costs import ComputeCosts, DiskCosts, LookAheadShares, St
 from expertserve.bench.disk_probe import try_disk
 from expertserve.bench.memory_probe import memory_rate
 from expertserve.bench.miniature import measure_costs
+from expertserve.bench.plan import USUAL_AHEAD
 from expertserve.bench.recall import recall_of
 from expertserve.bench.replay import POLICIES, Policy, Requests, hits, read_requests, slots_of
 from expertserve.bench.table import print_table
@@ -71,9 +72,10 @@ def simulate(
     slots: int,
     compute: ComputeCosts,
     disk: DiskCosts,
-    ahead: LookAheadShares | None = None,
+    lookahead: str = "off",
+    foreseen: LookAheadShares = USUAL_AHEAD,
 ) -> Simulated:
-    """Decode of a trace by a policy; with `ahead` also with look-ahead, if it gains what its trial asks for.
+    """Decode of a trace by a policy. Look-ahead on `auto` is on where it gains what its trial asks for.
 
     Raises:
         ConfigError: nothing of the trace counts.
@@ -88,12 +90,12 @@ def simulate(
     def mean(shares: LookAheadShares | None) -> StepTime:
         return mean_step([step_time(missed[step].tolist(), chosen, compute, disk, shares) for step in looked_at])
 
-    step, with_ahead = mean(None), False
-    if ahead is not None:
-        other = mean(ahead)
-        if step.seconds / other.seconds >= TRIAL.least_gain:
-            step, with_ahead = other, True
-    return Simulated(slots, 1 - int(missed[groups].sum()) / asked, 1 / step.seconds, step, with_ahead)
+    step, ahead = mean(None), False
+    if lookahead != "off":
+        other = mean(foreseen)
+        if lookahead == "on" or step.seconds / other.seconds >= TRIAL.least_gain:
+            step, ahead = other, True
+    return Simulated(slots, 1 - int(missed[groups].sum()) / asked, 1 / step.seconds, step, ahead)
 
 
 def _counted(requests: Requests) -> NDArray[np.int64]:
@@ -126,18 +128,21 @@ def show_simulation(
         compute = measure_costs(model, settings).compute
     if memory_bandwidth is not None:
         compute = _scaled(compute, memory_rate(settings.threads) / memory_bandwidth)
-    ahead = None if recall is None or settings.lookahead == "off" else recall.shares
+    foreseen = USUAL_AHEAD if recall is None else recall.shares
     rows = []
     for share in shares:
         slots = slots_of(requests, share)
-        each = {name: simulate(requests, policy, slots, compute, costs, ahead) for name, policy in POLICIES.items()}
+        each = {
+            name: simulate(requests, policy, slots, compute, costs, settings.lookahead, foreseen)
+            for name, policy in POLICIES.items()
+        }
         rows.append({"share": share, **asdict(each["ours"]), "tok_s_of": {n: row.tok_s for n, row in each.items()}})
     report = {
         "trace": str(trace),
         "model": settings.model,
         "disk": asdict(costs),
         "compute": asdict(compute),
-        "lookahead": None if ahead is None else asdict(ahead),
+        "foreseen": asdict(foreseen),
         "rows": rows,
     }
     if as_json:

@@ -64,9 +64,11 @@ def test_the_second_half_is_timed_with_the_misses_of_the_replay() -> None:
 def test_looking_ahead_counts_where_it_pays() -> None:
     trace = read_requests(TRACE)
     plain = simulate(trace, Policy.OURS, 60, COMPUTE, DISK)
-    assert simulate(trace, Policy.OURS, 60, COMPUTE, DISK, LookAheadShares(0.0, 3.0)) == plain
-    certain = simulate(trace, Policy.OURS, 60, COMPUTE, DISK, LookAheadShares(1.0, 0.0))
-    assert certain.ahead and certain.tok_s > 1.01 * plain.tok_s
+    wrong, certain = LookAheadShares(0.0, 3.0), LookAheadShares(1.0, 0.0)
+    assert simulate(trace, Policy.OURS, 60, COMPUTE, DISK, "auto", wrong) == plain
+    assert simulate(trace, Policy.OURS, 60, COMPUTE, DISK, "on", wrong).ahead
+    gained = simulate(trace, Policy.OURS, 60, COMPUTE, DISK, "auto", certain)
+    assert gained.ahead and gained.tok_s > 1.01 * plain.tok_s
 
 
 def test_what_is_said_of_a_disk_takes_the_place_of_what_was_measured() -> None:
