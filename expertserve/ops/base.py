@@ -158,6 +158,30 @@ class DeltaLayout(RecurrentLayout):
         return self.value_heads, self.key_dim, self.value_dim
 
 
+@dataclass(frozen=True, slots=True)
+class ScanLayout(RecurrentLayout):
+    """A Mamba-2 layer.
+
+    Attributes:
+        groups: of heads that lie side by side and share how their states are written and read.
+        state_dim: values that a head keeps of each of its head_dim elements.
+    """
+
+    heads: int
+    groups: int
+    head_dim: int
+    state_dim: int
+
+    @property
+    def channels(self) -> int:
+        """Elements of the heads' inputs and of all groups' B and C together."""
+        return self.heads * self.head_dim + 2 * self.groups * self.state_dim
+
+    @property
+    def matrix_shape(self) -> tuple[int, int, int]:
+        return self.heads, self.state_dim, self.head_dim
+
+
 class KVType(StrEnum):
     """Element type of the KV cache."""
 
@@ -296,6 +320,15 @@ class Graph(ABC):
         qkv is [rows, channels]: queries, keys, values; q and k are divided by max(their length, eps), q by
         sqrt(key_dim) too. alpha and beta are [rows, value_heads], `a` a weight [value_heads]. For each row and head,
         with S the state: S *= exp(a * softplus(alpha)); S += k (sigmoid(beta) * (v - k S)); the output is q S.
+        """
+
+    @abstractmethod
+    def selective_scan(self, xbc: Tensor, dt: Tensor, a: str, d: str, state: ScanLayout) -> Tensor:
+        """Mamba-2's recurrence (arXiv:2405.21060) over the rows of each run: [rows, heads * head_dim].
+
+        xbc is [rows, channels]: an input x of each head, B of each group, C of each group; dt is [rows, heads], `a` and
+        `d` are weights [heads, 1]. For each row and head, with S the state and t = softplus(dt): S = exp(a t) S +
+        t B x; the output is C S + d x.
         """
 
     @abstractmethod

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 from expertserve.errors import UnsupportedModelError
-from expertserve.ops.base import DeltaLayout, KVLayout, RecurrentLayout, Rope
+from expertserve.ops.base import KVLayout, RecurrentLayout, Rope
 
 W = TypeVar("W")
 
@@ -76,7 +76,7 @@ def check_convolved(shape: Sequence[int], rows: int, state: RecurrentLayout) -> 
     require(tuple(shape) == (rows, state.channels), f"{list(shape)} is convolved, not {state.channels} channels")
 
 
-def check_delta(shapes: Sequence[Sequence[int]], rows: int, state: DeltaLayout) -> None:
-    """Shapes of queries, keys and values together, of decay and of strength."""
-    for shape, n in zip(shapes, (state.channels, state.value_heads, state.value_heads), strict=True):
+def check_recurrence(shapes: Sequence[Sequence[int]], rows: int, *widths: int) -> None:
+    """What changes a recurrent state comes in rows of these widths."""
+    for shape, n in zip(shapes, widths, strict=True):
         require(tuple(shape) == (rows, n), f"{list(shape)} meets a recurrent state, not rows of {n}")

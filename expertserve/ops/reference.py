@@ -32,6 +32,7 @@ from expertserve.ops.base import (
     RecurrentLayout,
     Rope,
     RopeStyle,
+    ScanLayout,
     Tensor,
 )
 from expertserve.ops.checks import find_weight, head_outputs, linear_outputs
@@ -215,6 +216,23 @@ class NumpyGraph(base.Graph):
                 change = sigmoid(_a(beta)[row])[:, None] * (v[row] - np.einsum("hk,hkv->hv", k[row], s))
                 s += k[row][:, :, None] * change[:, None, :]
                 out[row] = np.einsum("hk,hkv->hv", q[row], s) * state.key_dim**-0.5
+            states[target] = s
+        return NumpyTensor(out.reshape(self.rows, -1))
+
+    def selective_scan(self, xbc: Tensor, dt: Tensor, a: str, d: str, state: ScanLayout) -> Tensor:
+        states, inner = self._b.states(state.layer)[1], state.heads * state.head_dim
+        x = _a(xbc)[:, :inner].reshape(self.rows, state.heads, state.head_dim)
+        groups = _a(xbc)[:, inner:].reshape(self.rows, 2, state.groups, state.state_dim)
+        b, c = groups.repeat(state.heads // state.groups, axis=2).swapaxes(0, 1)
+        step = np.logaddexp(np.float32(0), _a(dt))
+        decay = np.exp(self._b.weight(a)[:, 0] * step)
+        out = self._b.weight(d) * x
+        for source, target, start, end in self._b.runs():
+            s = states[source].copy() if source >= 0 else np.zeros(state.matrix_shape, np.float32)
+            for row in range(start, end):
+                s *= decay[row][:, None, None]
+                s += b[row][:, :, None] * (step[row][:, None] * x[row])[:, None, :]
+                out[row] += np.einsum("hs,hsd->hd", c[row], s)
             states[target] = s
         return NumpyTensor(out.reshape(self.rows, -1))
 

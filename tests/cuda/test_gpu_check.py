@@ -23,7 +23,7 @@ def test_every_kernel_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     check_kernels(FakeDevice(), report)
     assert report.failed == 0, report.table()
     named = {row[0].split(",")[0] for row in report.rows}
-    assert {"product Q4_K", "routed experts IQ3_S", "rope NEOX", "recurrence 128 x 128"} <= named
+    assert {"product Q4_K", "routed experts IQ3_S", "rope NEOX", "recurrence 128 x 128", "selective scan"} <= named
     assert set(kernels.FORMATS) < set(source.FORMATS)
 
 

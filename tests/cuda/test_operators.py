@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from expertserve.errors import UnsupportedModelError
-from expertserve.ops.base import Activation, DeltaLayout, Graph, Tensor
+from expertserve.ops.base import Activation, DeltaLayout, Graph, ScanLayout, Tensor
 from expertserve.ops.cuda import graph
 from expertserve.ops.cuda.backend import CudaBackend
 from expertserve.ops.cuda.scratch import ALIGNMENT, Value, place
@@ -71,10 +71,35 @@ def test_selected_outputs() -> None:
     agree(lambda g: g.select_outputs(g.load("x")), random(4, 9), {}, outputs=np.array([3, 0, 3, 1], np.int32))
 
 
+RUNS = {
+    "runs": np.array([[-1, 0, 0, 3], [0, 1, 3, 4], [1, 1, 4, 4], [-1, 2, 4, 7]], np.int32),
+    "num_runs": np.array([4], np.int32),
+}
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_scan_carries_states_along_runs(groups: int) -> None:
+    layout = ScanLayout(0, 4, 4, groups, 40, 24)
+    weights = {
+        "conv": as_f32(random(layout.channels, 4, seed=5)),
+        "a": as_f32(-np.abs(random(4, 1, seed=6))),
+        "d": as_f32(random(4, 1, seed=8)),
+        "dt": as_f32(random(4, layout.channels, seed=7) / 10),
+    }
+
+    def build(g: Graph) -> Tensor:
+        x = g.load("x")
+        return g.selective_scan(g.silu(g.causal_conv(x, "conv", layout)), g.linear(x, "dt"), "a", "d", layout)
+
+    world = World(random(7, layout.channels), weights, states=layout, more=RUNS)
+    ours, exact = world.run(CudaBackend(FakeDevice()), build), world.run(ReferenceBackend(), build)
+    assert np.isfinite(ours).all()
+    assert np.abs(ours - exact).max() <= 2e-5 * np.abs(exact).max()
+
+
 @pytest.mark.parametrize("grouped", [True, False])
 def test_recurrence_carries_states_along_runs(grouped: bool) -> None:
     layout = DeltaLayout(0, 4, 2, 4, 24, 40, grouped)
-    runs = np.array([[-1, 0, 0, 3], [0, 1, 3, 4], [1, 1, 4, 4], [-1, 2, 4, 7]], np.int32)
     weights = {
         "conv": as_f32(random(layout.channels, 4, seed=5)),
         "a": as_f32(-np.abs(random(4, seed=6))),
@@ -88,8 +113,7 @@ def test_recurrence_carries_states_along_runs(grouped: bool) -> None:
         return g.gated_delta(qkv, g.part(ab, 0, 4), g.part(ab, 4, 8), "a", layout, 1e-6)
 
     found = []
-    more = {"runs": runs, "num_runs": np.array([4], np.int32)}
-    world = World(random(7, layout.channels), weights, states=layout, more=more)
+    world = World(random(7, layout.channels), weights, states=layout, more=RUNS)
     for backend in (CudaBackend(FakeDevice()), ReferenceBackend()):
         found.append(world.run(backend, build))
     assert np.isfinite(found[0]).all()

@@ -22,6 +22,7 @@ FIXTURES = [
     "qwen35moe-fused/model-q4_k.gguf",
     "qwen3next-mtp/model-q4_k.gguf",
     "lfm2moe/model-q4_k.gguf",
+    "granitehybrid/model-q4_k.gguf",
 ]
 LENGTH = 130
 pytestmark = [

@@ -40,6 +40,7 @@ FAMILIES = (
     "lfm2moe",
     "phimoe",
     "llama4",
+    "granitehybrid",
 )
 NEAR_TIE = 1e-3
 """Two logits, of tokens or of a router, whose order may be that of rounding."""

@@ -44,6 +44,7 @@ FIXTURES = [
     "lfm2moe/model-q4_k.gguf",
     "phimoe/model-q4_k.gguf",
     "llama4/model-q4_k.gguf",
+    "granitehybrid/model-q4_k.gguf",
 ]
 DECODED = 5
 SPAN = 640  # cells of a sequence

@@ -28,6 +28,7 @@ from expertserve.ops.base import (
     RecurrentLayout,
     Rope,
     RopeStyle,
+    ScanLayout,
     Tensor,
 )
 from expertserve.ops.cuda.backend import CudaBackend
@@ -200,6 +201,15 @@ def check_kernels(device: Device, report: Report) -> None:
         }
         world = World(random(9, layout.channels), w, states=layout)
         report.check(f"recurrence {key_dim} x {value_dim}", world.agrees, device, partial(_recur, layout=layout))
+    scanned = ScanLayout(0, 4, 4, 2, 64, 128)
+    w = {
+        "conv": as_f32(random(scanned.channels, 4)),
+        "a": as_f32(-np.abs(random(4, 1))),
+        "d": as_f32(random(4, 1)),
+        "dt": as_f32(random(4, scanned.channels) / math.sqrt(scanned.channels)),
+    }
+    world = World(random(9, scanned.channels), w, states=scanned)
+    report.check("selective scan", world.agrees, device, partial(_scan, layout=scanned))
 
 
 def _by_head(g: Graph) -> Tensor:
@@ -233,3 +243,8 @@ def _recur(g: Graph, layout: DeltaLayout) -> Tensor:
     ab = g.linear(x, "ab")
     qkv = g.silu(g.causal_conv(x, "conv", layout))
     return g.gated_delta(qkv, g.part(ab, 0, 4), g.part(ab, 4, 8), "a", layout, 1e-6)
+
+
+def _scan(g: Graph, layout: ScanLayout) -> Tensor:
+    x = g.load("x")
+    return g.selective_scan(g.silu(g.causal_conv(x, "conv", layout)), g.linear(x, "dt"), "a", "d", layout)

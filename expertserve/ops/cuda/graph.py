@@ -24,13 +24,14 @@ from expertserve.ops.base import (
     RecurrentLayout,
     Rope,
     RopeStyle,
+    ScanLayout,
     Tensor,
 )
 from expertserve.ops.checks import (
     check_attention,
     check_convolved,
-    check_delta,
     check_part,
+    check_recurrence,
     check_rope,
     check_shape,
     check_table,
@@ -381,7 +382,7 @@ class CudaGraph(base.Graph):
 
     def gated_delta(self, qkv: Tensor, alpha: Tensor, beta: Tensor, a: str, state: DeltaLayout, eps: float) -> Tensor:
         heads = state.value_heads
-        check_delta((qkv.shape, alpha.shape, beta.shape), self.rows, state)
+        check_recurrence((qkv.shape, alpha.shape, beta.shape), self.rows, state.channels, heads, heads)
         if state.key_dim > MOST_KEY:
             raise UnsupportedModelError(f"recurrent keys of {state.key_dim}; {MOST_KEY} are the most")
         out = self._new(self.rows, heads * state.value_dim)
@@ -392,6 +393,18 @@ class CudaGraph(base.Graph):
             (heads, blocks(state.value_dim, 32)),
             *(qkv, alpha, beta, self._vector(a, heads), states, *runs, out, *sizes, float(eps)),
         )
+        return out
+
+    def selective_scan(self, xbc: Tensor, dt: Tensor, a: str, d: str, state: ScanLayout) -> Tensor:
+        heads = state.heads
+        check_recurrence((xbc.shape, dt.shape), self.rows, state.channels, heads)
+        if state.state_dim > MOST_KEY:
+            raise UnsupportedModelError(f"recurrent states of {state.state_dim}; {MOST_KEY} are the most")
+        out = self._new(self.rows, heads * state.head_dim)
+        weights, states = (self._vector(a, heads, 1), self._vector(d, heads, 1)), self._backend.states(state.layer)[1]
+        runs, sizes = (self._buffer("runs"), self._buffer("num_runs")), (state.groups, state.state_dim, state.head_dim)
+        grid = (heads, blocks(state.head_dim, 32))
+        self._run("selective_scan", grid, xbc, dt, *weights, np.uint64(states), *runs, out, *sizes)
         return out
 
     # -- experts ----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-// Gated DeltaNet: a convolution's and a recurrence's state by slot, carried along the runs of a batch.
+// Recurrent layers: a convolution's and a recurrence's state by slot, carried along the runs of a batch.
 //
 // A run is source slot (-1: zeros), target slot, first row, row after the last. Runs are taken in order, because one
 // may start from the state that another leaves.
@@ -101,6 +101,56 @@ __global__ void gated_delta(const float *qkv, const float *alpha, const float *b
         for (int j = 0; j < MOST_KEY / WARPS; j++) {
             int i = warp + WARPS * j;
             if (mine && i < key_dim) states[((target * heads + head) * key_dim + i) * value_dim + column] = s[j];
+        }
+    }
+}
+
+// Mamba-2's recurrence (arXiv:2405.21060) over the rows of each run; states are [slot, head, state_dim, head_dim]. A
+// block has COLUMNS columns of one head's state, as above. Grid: heads, head_dim / COLUMNS.
+__global__ void selective_scan(const float *xbc, const float *dt, const float *a, const float *d, float *states,
+                               const int *runs, const int *num_runs, float *out, int groups, int state_dim,
+                               int head_dim) {
+    __shared__ float b[MOST_KEY], c[MOST_KEY], sums[WARPS][COLUMNS];
+    int head = blockIdx.x, heads = gridDim.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    int column = blockIdx.y * COLUMNS + lane, inner = heads * head_dim;
+    int group_at = inner + head / (heads / groups) * state_dim;
+    long long width = inner + 2 * groups * state_dim;
+    bool mine = column < head_dim;
+    float s[MOST_KEY / WARPS];
+    for (int run = 0; run < *num_runs; run++) {
+        long long source = runs[4 * run], target = runs[4 * run + 1];
+#pragma unroll
+        for (int j = 0; j < MOST_KEY / WARPS; j++) {
+            int i = warp + WARPS * j;
+            bool stored = mine && i < state_dim && source >= 0;
+            s[j] = stored ? states[((source * heads + head) * state_dim + i) * head_dim + column] : 0;
+        }
+        for (int row = runs[4 * run + 2]; row < runs[4 * run + 3]; row++) {
+            const float *in = xbc + row * width;
+            __syncthreads();  // the row before has been read
+            for (int i = threadIdx.x; i < state_dim; i += blockDim.x)
+                b[i] = in[group_at + i], c[i] = in[group_at + groups * state_dim + i];
+            __syncthreads();
+            float step = softplus(dt[row * heads + head]), decay = expf(a[head] * step), sum = 0;
+            float x = mine ? in[head * head_dim + column] : 0;
+#pragma unroll
+            for (int j = 0; j < MOST_KEY / WARPS; j++)
+                if (warp + WARPS * j < state_dim) {
+                    s[j] = decay * s[j] + step * b[warp + WARPS * j] * x;
+                    sum += c[warp + WARPS * j] * s[j];
+                }
+            sums[warp][lane] = sum;
+            __syncthreads();
+            if (warp == 0 && mine) {
+                sum = d[head] * x;
+                for (int w = 0; w < WARPS; w++) sum += sums[w][lane];
+                out[(long long)row * inner + head * head_dim + column] = sum;
+            }
+        }
+#pragma unroll
+        for (int j = 0; j < MOST_KEY / WARPS; j++) {
+            int i = warp + WARPS * j;
+            if (mine && i < state_dim) states[((target * heads + head) * state_dim + i) * head_dim + column] = s[j];
         }
     }
 }

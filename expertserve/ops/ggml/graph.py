@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from expertserve.errors import UnsupportedModelError
 from expertserve.ops import base
-from expertserve.ops.base import Activation, DeltaLayout, KVLayout, RecurrentLayout, Rope, Tensor
+from expertserve.ops.base import Activation, DeltaLayout, KVLayout, RecurrentLayout, Rope, ScanLayout, Tensor
 from expertserve.ops.checks import (
     check_attention,
     check_convolved,
-    check_delta,
     check_part,
+    check_recurrence,
     check_rope,
     check_shape,
     check_table,
@@ -34,6 +34,7 @@ from expertserve.ops.ggml.library import (
     DeltaCall,
     LinearCall,
     Matrix,
+    ScanCall,
     attention_fits,
     attention_scratch_bytes,
     column_bytes,
@@ -60,6 +61,7 @@ COMBINE = kernel("combine_experts")
 GATED_DELTA = kernel("gated_delta")
 LINEAR_INPUT = kernel("linear_input")
 LINEAR_PRODUCT = kernel("linear_product")
+SELECTIVE_SCAN = kernel("selective_scan")
 
 
 class GgmlTensor(Tensor):
@@ -370,7 +372,7 @@ class GgmlGraph(base.Graph):
     def gated_delta(self, qkv: Tensor, alpha: Tensor, beta: Tensor, a: str, state: DeltaLayout, eps: float) -> Tensor:
         assert isinstance(qkv, GgmlTensor) and isinstance(alpha, GgmlTensor) and isinstance(beta, GgmlTensor)
         heads = state.value_heads
-        check_delta((qkv.shape, alpha.shape, beta.shape), self.rows, state)
+        check_recurrence((qkv.shape, alpha.shape, beta.shape), self.rows, state.channels, heads, heads)
         if max(state.key_dim, state.value_dim) > MAX_STATE_DIM:
             raise UnsupportedModelError(f"recurrent heads of {state.key_dim} x {state.value_dim} are too wide")
         call = DeltaCall(
@@ -392,6 +394,28 @@ class GgmlGraph(base.Graph):
         user, width = ctypes.addressof(call), heads * state.value_dim
         sources = (alpha.ptr, beta.ptr)
         out = self._custom(GATED_DELTA, user, qkv.ptr, ggml.GGML_TYPE_F32, width, self.rows, *sources)
+        call.out = data_slot(out)
+        return self._new(out, (self.rows, width))
+
+    def selective_scan(self, xbc: Tensor, dt: Tensor, a: str, d: str, state: ScanLayout) -> Tensor:
+        assert isinstance(xbc, GgmlTensor) and isinstance(dt, GgmlTensor)
+        check_recurrence((xbc.shape, dt.shape), self.rows, state.channels, state.heads)
+        call = ScanCall(
+            xbc=data_slot(xbc.ptr),
+            dt=data_slot(dt.ptr),
+            a=self._weight(a, state.heads, 1).contents.data,
+            d=self._weight(d, state.heads, 1).contents.data,
+            states=self._backend.states(state.layer)[1],
+            runs=self._backend.address("runs"),
+            num_runs=self._backend.address("num_runs"),
+            heads=state.heads,
+            groups=state.groups,
+            head_dim=state.head_dim,
+            state_dim=state.state_dim,
+        )
+        self.keep.append(call)
+        user, width = ctypes.addressof(call), state.heads * state.head_dim
+        out = self._custom(SELECTIVE_SCAN, user, xbc.ptr, ggml.GGML_TYPE_F32, width, self.rows, dt.ptr)
         call.out = data_slot(out)
         return self._new(out, (self.rows, width))
 

@@ -179,6 +179,25 @@ class DeltaCall(ctypes.Structure):
     )
 
 
+class ScanCall(ctypes.Structure):
+    """`struct scan_call` of recurrent.c."""
+
+    _fields_ = (
+        ("xbc", ctypes.c_void_p),
+        ("dt", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("a", ctypes.c_void_p),
+        ("d", ctypes.c_void_p),
+        ("states", ctypes.c_void_p),
+        ("runs", ctypes.c_void_p),
+        ("num_runs", ctypes.c_void_p),
+        ("heads", ctypes.c_int32),
+        ("groups", ctypes.c_int32),
+        ("head_dim", ctypes.c_int32),
+        ("state_dim", ctypes.c_int32),
+    )
+
+
 def _load_kernels() -> ctypes.CDLL:
     spec = find_spec("expertserve.ops.ggml._kernels")
     if spec is None or spec.origin is None:
@@ -200,6 +219,7 @@ for _structure, _kind in (
     (AttentionCall, "attention"),
     (ConvCall, "conv"),
     (DeltaCall, "delta"),
+    (ScanCall, "scan"),
 ):
     _nbytes = getattr(_kernels, f"{_kind}_call_bytes", None)  # an older build lacks it
     if _nbytes is None or _nbytes() != ctypes.sizeof(_structure):

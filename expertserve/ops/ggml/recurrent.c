@@ -1,5 +1,6 @@
 /*
- * Recurrent layers as custom operators: a causal convolution and the gated delta rule, each with a state a sequence.
+ * Recurrent layers as custom operators: a causal convolution, the gated delta rule and Mamba-2's scan, each with a state a
+ * sequence.
  *
  * States lie in slots. A run is a stretch of a batch's rows that belongs to one sequence: it starts from the state in its
  * source slot (or from zero) and leaves its state in its target slot, which no earlier run of the step reads, so that a step
@@ -48,6 +49,18 @@ struct delta_call {
     const int32_t *num_runs;
     float eps;
     int32_t key_heads, value_heads, key_dim, value_dim, grouped;
+};
+
+struct scan_call {
+    void **xbc;     /* [rows, heads * head_dim + 2 * groups * state_dim] */
+    void **dt;      /* [rows, heads] */
+    void **out;     /* [rows, heads * head_dim] */
+    const float *a; /* [heads] */
+    const float *d; /* [heads] */
+    float *states;  /* [slots, heads, state_dim, head_dim] */
+    const struct run *runs;
+    const int32_t *num_runs;
+    int32_t heads, groups, head_dim, state_dim;
 };
 
 WIDEST static void convolve(const struct conv_call *c, int c0, int c1) {
@@ -119,6 +132,16 @@ WIDEST static void update(float *s, const float *q, const float *k, const float 
 
 static float softplus(float x) { return x > 20 ? x : log1pf(expf(x)); }
 
+/* What state number i of a run's target slot, of `count` of `size` values each, starts from. */
+static float *begin_state(float *states, struct run run, int64_t i, int64_t count, int64_t size) {
+    float *s = states + (run.target * count + i) * size;
+    if (run.source == NO_STATE)
+        memset(s, 0, (size_t)size * sizeof *s);
+    else
+        memcpy(s, states + (run.source * count + i) * size, (size_t)size * sizeof *s);
+    return s;
+}
+
 static void delta_head(const struct delta_call *c, int head) {
     const int64_t keys = (int64_t)c->key_heads * c->key_dim, width = 2 * keys + (int64_t)c->value_heads * c->value_dim;
     const int64_t size = (int64_t)c->key_dim * c->value_dim;
@@ -127,11 +150,7 @@ static void delta_head(const struct delta_call *c, int head) {
     float q[MAX_DIM], k[MAX_DIM];
     for (int32_t r = 0; r < *c->num_runs; r++) {
         const struct run run = c->runs[r];
-        float *s = c->states + ((int64_t)run.target * c->value_heads + head) * size;
-        if (run.source == NO_STATE)
-            memset(s, 0, (size_t)size * sizeof *s);
-        else
-            memcpy(s, c->states + ((int64_t)run.source * c->value_heads + head) * size, (size_t)size * sizeof *s);
+        float *s = begin_state(c->states, run, head, c->value_heads, size);
         for (int64_t row = run.start; row < run.end; row++) {
             const float *in = (const float *)*c->qkv + row * width;
             const float alpha = ((const float *)*c->alpha)[row * c->value_heads + head];
@@ -141,6 +160,34 @@ static void delta_head(const struct delta_call *c, int head) {
             update(s, q, k, in + 2 * keys + (int64_t)head * c->value_dim, expf(c->a[head] * softplus(alpha)),
                    1.0f / (1.0f + expf(-beta)), c->key_dim, c->value_dim,
                    (float *)*c->out + (row * c->value_heads + head) * c->value_dim);
+        }
+    }
+}
+
+/* One token: S = decay * S + step * b x; o = c S + d x, with S [state_dim, head_dim]. */
+WIDEST static void scan(float *s, const float *x, const float *b, const float *c, float decay, float step, float d,
+                        int state_dim, int head_dim, float *o) {
+    for (int j = 0; j < head_dim; j++) o[j] = d * x[j];
+    for (int i = 0; i < state_dim; i++) {
+        float *row = s + (int64_t)i * head_dim;
+        for (int j = 0; j < head_dim; j++) {
+            row[j] = decay * row[j] + step * b[i] * x[j];
+            o[j] += c[i] * row[j];
+        }
+    }
+}
+
+static void scan_head(const struct scan_call *c, int head) {
+    const int64_t inner = (int64_t)c->heads * c->head_dim, size = (int64_t)c->state_dim * c->head_dim;
+    const int64_t group = head / (c->heads / c->groups), width = inner + 2 * (int64_t)c->groups * c->state_dim;
+    for (int32_t r = 0; r < *c->num_runs; r++) {
+        const struct run run = c->runs[r];
+        float *s = begin_state(c->states, run, head, c->heads, size);
+        for (int64_t row = run.start; row < run.end; row++) {
+            const float *x = (const float *)*c->xbc + row * width, *b = x + inner + group * c->state_dim;
+            const float step = softplus(((const float *)*c->dt)[row * c->heads + head]);
+            scan(s, x + (int64_t)head * c->head_dim, b, b + (int64_t)c->groups * c->state_dim, expf(c->a[head] * step), step,
+                 c->d[head], c->state_dim, c->head_dim, (float *)*c->out + row * inner + (int64_t)head * c->head_dim);
         }
     }
 }
@@ -158,6 +205,13 @@ EXPORT void gated_delta(struct ggml_tensor *dst, int ith, int nth, void *userdat
     for (int head = ith; head < c->value_heads; head += nth) delta_head(c, head);
 }
 
+EXPORT void selective_scan(struct ggml_tensor *dst, int ith, int nth, void *userdata) {
+    const struct scan_call *c = userdata;
+    (void)dst;
+    for (int head = ith; head < c->heads; head += nth) scan_head(c, head);
+}
+
 EXPORT int max_state_dim(void) { return MAX_DIM; }
 EXPORT int64_t conv_call_bytes(void) { return sizeof(struct conv_call); }
 EXPORT int64_t delta_call_bytes(void) { return sizeof(struct delta_call); }
+EXPORT int64_t scan_call_bytes(void) { return sizeof(struct scan_call); }
