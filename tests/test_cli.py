@@ -116,6 +116,13 @@ def test_no_arguments_show_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Usage: expertserve" in capsys.readouterr().err
 
 
+def test_the_package_run_as_a_module_ends_with_the_status_of_its_command() -> None:
+    for arguments, status in (["--version"], 0), (["walk"], 2):
+        assert (
+            subprocess.run([sys.executable, "-m", "expertserve", *arguments], capture_output=True).returncode == status
+        )
+
+
 def test_help_imports_nothing_heavy() -> None:
     heavy = ["numpy", "ggml", "gguf", "fastapi", "uvicorn", "structlog", "pydantic_settings", "tokenizers", "jinja2"]
     code = f"import sys, expertserve.cli; print([m for m in {heavy} if m in sys.modules])"
