@@ -8,7 +8,6 @@ whose figures do not count has the reason in their place, and the exit status is
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -22,8 +21,9 @@ from expertserve.bench.figures import Machine, figures, probe
 from expertserve.bench.lab import Uses, uses
 from expertserve.bench.plots import plot_sweep, require_drawable
 from expertserve.bench.replay import read_requests
+from expertserve.bench.results import publish, table
 from expertserve.bench.row import Case, measure_row
-from expertserve.bench.sweep_table import as_csv, label, table
+from expertserve.bench.sweep_table import COLUMNS, label
 from expertserve.bench.verdict import judge
 from expertserve.config import Settings
 from expertserve.data import model_path
@@ -82,17 +82,12 @@ def sweep(settings: Settings, stats: ExpertStats) -> int:
     machine = machine.raised_by([(label(row), row["report"]) for row in counting])
     for row in counting:
         row |= figures(row["report"], machine)
-    result = _result(settings, cap, machine, rows)
     print(_bounds(machine))
     print()
-    print(table(rows))
-    print(json.dumps(result), flush=True)
-    if settings.results_csv is not None:
-        _write("--results-csv", settings.results_csv, as_csv(result["rows"]))
-    if settings.results_json is not None:
-        _write("--results-json", settings.results_json, json.dumps(result, indent=1) + "\n")
+    print(table(COLUMNS, rows, label))
+    void = publish(_result(settings, cap, machine, rows), settings)
     drawn = settings.plot is None or _draw(settings, settings.plot, counting, machine.sizes.experts, used)
-    return 0 if drawn and not result["void"] else 1
+    return 0 if drawn and not void else 1
 
 
 def _warn_of_lists(settings: Settings) -> None:
@@ -139,7 +134,6 @@ def _result(settings: Settings, cap: int | None, machine: Machine, rows: Sequenc
         "memory_bytes_s_by": machine.memory.shown_by,
         "disk_bytes_s": None if machine.disk is None else machine.disk.bytes_s,
         "disk_bytes_s_by": None if machine.disk is None else machine.disk.shown_by,
-        "void": sum(bool(row["void"]) for row in rows),
         "rows": [{name: value for name, value in row.items() if name != "report"} for row in rows],
     }
 
@@ -148,13 +142,6 @@ def _bounds(machine: Machine) -> str:
     rates = [("memory", machine.memory), ("storage", machine.disk)]
     shown = [f"{name} {rate.bytes_s / 1e9:.2f} GB/s (by {rate.shown_by})" for name, rate in rates if rate]
     return "roof: " + ", ".join(shown)
-
-
-def _write(flag: str, path: Path, text: str) -> None:
-    try:
-        path.write_text(text, newline="")
-    except OSError as error:
-        raise ConfigError(f"{flag} {path}: cannot be written: {error.strerror}") from error
 
 
 def _draw(settings: Settings, out: Path, rows: Sequence[dict[str, Any]], experts: int, used: Uses) -> bool:
