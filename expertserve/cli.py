@@ -86,7 +86,7 @@ def _command(name: str, *extra: inspect.Parameter) -> Callable[[Callable[..., in
             given = {key: value for key, value in values.items() if value is not None and value != []}
             return body(*_start(name, given), **own)
 
-        settings = [_parameter(setting) for setting in SETTINGS.values() if name in setting.declared.commands]
+        settings = [_parameter(setting) for setting in SETTINGS.values() if setting.declared.offered_by(name)]
         parameters = [settings[0], *extra, *settings[1:]]
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -108,13 +108,16 @@ def _on_a_device(settings: Settings) -> Settings:
 
 
 def _start(command: str, flags: dict[str, Any]) -> tuple[Settings, ExpertStats]:
-    """Resolves the settings; from here on the process ends with the final statistics line, whatever happens."""
-    settings = _on_a_device(resolve(flags, command=command))
+    """Resolves the settings; from here on a process with a model ends with the final statistics line, come what may."""
+    settings = resolve(flags, command=command)
+    has_model = not settings.loads_server(command)
+    settings = _on_a_device(settings) if has_model else settings
     from expertserve.experts.final_line import install_final_line
     from expertserve.experts.stats import ExpertStats
 
     stats = ExpertStats(every=settings.stats_every)
-    install_final_line(stats, json_path=settings.stats_json)
+    if has_model:
+        install_final_line(stats, json_path=settings.stats_json)
     from expertserve import log
 
     log.configure(settings.log_format, settings.log_level)
@@ -142,7 +145,9 @@ def _serve(settings: Settings, stats: ExpertStats) -> int:
 
 @_command("bench")
 def _bench(settings: Settings, stats: ExpertStats) -> int:
-    """Times prefill and decode, of one configuration or of many; the last line of output is JSON."""
+    """Times prefill and decode, of one configuration or of many, or loads a server; ends with a line of JSON."""
+    if settings.serve is not None:
+        return _load(settings)
     from expertserve.bench.rates import bench
     from expertserve.bench.sweep import is_sweep, sweep
 
@@ -153,6 +158,14 @@ def _bench(settings: Settings, stats: ExpertStats) -> int:
             return write_only(settings)
         settings = of_made_model(settings)
     return sweep(settings, stats) if is_sweep(settings) else bench(settings, stats)
+
+
+def _load(settings: Settings) -> int:
+    try:
+        from expertserve.bench.load import load
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"--serve needs {error.name}: pip install 'expertserve[bench]'") from error
+    return load(settings)
 
 
 @app.command("doctor")

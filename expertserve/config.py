@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from expertserve.cpus import physical_cores
-from expertserve.declare import ENV_PREFIX, declarations, setting
+from expertserve.declare import COMMANDS, ENV_PREFIX, declarations, setting
 from expertserve.errors import ConfigError
 from expertserve.values import (
     ExpertBudget,
@@ -27,14 +27,20 @@ from expertserve.values import (
     parse_budgets,
     parse_bytes,
     parse_cap,
+    parse_counts,
+    parse_key,
     parse_list,
     parse_origins,
+    parse_rates,
     parse_scale,
+    parse_server,
     parse_words,
     readable_file,
 )
 
 _RUN, _SERVE, _BENCH, _TEXT = ("run",), ("serve",), ("bench",), ("run", "serve")
+_LOAD = ("bench --serve",)  # what it obeys differs from what `bench` of a model obeys
+_BENCHES, _ALL = (*_BENCH, *_LOAD), (*COMMANDS, *_LOAD)
 
 
 def _greedy(settings: Settings) -> str | None:
@@ -51,7 +57,7 @@ def _no_penalty(settings: Settings) -> str | None:
 
 
 def _fed(settings: Settings) -> str | None:
-    return "feed says which tokens are run, once" if settings.feed else None
+    return "feed says which tokens are run, once" if settings.feed and not settings.serve else None
 
 
 def _once(settings: Settings) -> str | None:
@@ -64,11 +70,19 @@ def _no_synth(settings: Settings) -> str | None:
 
 
 def _synth_model(settings: Settings) -> str | None:
-    return "the model is the one that --synth makes" if settings.synth else None
+    return "the model is the one that --synth makes" if settings.synth and not settings.serve else None
 
 
 def _layers_given(settings: Settings) -> str | None:
     return "--layers says how many" if settings.layers else _no_synth(settings)
+
+
+def _no_chats(settings: Settings) -> str | None:
+    return None if settings.arrival == "chat" else "--arrival is not chat"
+
+
+def _chats(settings: Settings) -> str | None:
+    return "--arrival is chat, so --rate says how many come" if settings.arrival == "chat" else None
 
 
 def _on_gpu(settings: Settings) -> str | None:
@@ -97,6 +111,7 @@ class Settings:
     model: str = setting(
         "",
         "The GGUF to serve (the first file of a split one), or `demo` for the embedded model.",
+        commands=_ALL,
         inert=_synth_model,
     )
     device: Literal["auto", "cpu", "cuda", "reference"] = setting(
@@ -331,9 +346,9 @@ class Settings:
     )
 
     prompt_tokens: int = setting(
-        512, "Length of the prompt whose prefill is timed.", commands=_BENCH, bounds={"ge": 1}, inert=_fed
+        512, "Length of the prompt whose prefill is timed.", commands=_BENCHES, bounds={"ge": 1}, inert=_fed
     )
-    decode_tokens: int = setting(64, "Tokens whose decode is timed.", commands=_BENCH, bounds={"ge": 1}, inert=_fed)
+    decode_tokens: int = setting(64, "Tokens whose decode is timed.", commands=_BENCHES, bounds={"ge": 1}, inert=_fed)
     repetitions: int = setting(
         5,
         "Runs whose median is reported; one more warms up.",
@@ -400,14 +415,14 @@ class Settings:
     results_csv: Path | None = setting(
         None,
         "A file that gets a line for each row of a comparison.",
-        commands=_BENCH,
+        commands=_BENCHES,
         parse=file_to_write,
         default_text="none",
     )
     results_json: Path | None = setting(
         None,
         "A file that gets the last line of a comparison.",
-        commands=_BENCH,
+        commands=_BENCHES,
         parse=file_to_write,
         default_text="none",
     )
@@ -462,23 +477,112 @@ class Settings:
         False, "Write the synthetic model and measure nothing.", commands=_BENCH, switch=True, inert=_no_synth
     )
 
-    log_format: Literal["text", "json"] = setting("text", "Form of the log lines on standard error.")
-    log_level: Literal["debug", "info", "warning", "error"] = setting("info", "Least severity that is logged.")
+    serve: str | None = setting(
+        None,
+        "Load a running server, any with OpenAI's API, and time what its clients see; MODEL is then the name that "
+        "requests use, by default the first that the server lists.",
+        commands=_BENCHES,
+        parse=parse_server,
+        metavar="URL",
+        default_text="none",
+    )
+    endpoint: Literal["chat", "completions"] = setting("chat", "What the server is asked for.", commands=_LOAD)
+    arrival: Literal["closed", "chat"] = setting(
+        "closed",
+        "How requests come: a number of them is always under way, or conversations start at random moments.",
+        commands=_LOAD,
+    )
+    concurrency: tuple[int, ...] = setting(
+        (1, 2, 4, 8),
+        "Requests under way at once, a measurement for each.",
+        commands=_LOAD,
+        parse=parse_counts,
+        metavar="N,...",
+        default_text="1,2,4,8",
+        inert=_chats,
+    )
+    rate: tuple[float, ...] = setting(
+        (1.0,),
+        "Conversations that start in a second, a measurement for each.",
+        commands=_LOAD,
+        parse=parse_rates,
+        metavar="X,...",
+        default_text="1",
+        inert=_no_chats,
+    )
+    requests: int = setting(32, "Requests of one measurement.", commands=_LOAD, bounds={"ge": 1, "le": 10**6})
+    turns: int = setting(
+        4,
+        "Requests of one conversation; each has all that was said before.",
+        commands=_LOAD,
+        inert=_no_chats,
+        bounds={"ge": 1, "le": 1000},
+    )
+    think_time: float = setting(
+        2.0,
+        "Seconds, on the mean, between an answer and the next turn.",
+        commands=_LOAD,
+        bounds={"ge": 0},
+        inert=_no_chats,
+    )
+    slo_ttft: float = setting(
+        2000.0,
+        "Milliseconds to its first token that a good answer takes at most; good ones are the goodput.",
+        commands=_LOAD,
+        bounds={"gt": 0},
+    )
+    slo_itl: float = setting(
+        200.0,
+        "Milliseconds between two tokens, on the mean of an answer, that a good one takes at most.",
+        commands=_LOAD,
+        bounds={"gt": 0},
+    )
+    token_timeout: float = setting(
+        60.0,
+        "Seconds without a token after which a request is given up.",
+        commands=_LOAD,
+        bounds={"gt": 0},
+    )
+    server_key: str | None = setting(
+        None,
+        "API key of the server under load; the environment hides it from process lists.",
+        commands=_LOAD,
+        parse=parse_key,
+        metavar="KEY",
+        secret=True,
+        default_text="none",
+    )
+
+    log_format: Literal["text", "json"] = setting("text", "Form of the log lines on standard error.", commands=_ALL)
+    log_level: Literal["debug", "info", "warning", "error"] = setting(
+        "info", "Least severity that is logged.", commands=_ALL
+    )
 
     config: Path | None = setting(
-        None, "A TOML file of settings, weaker than flags and environment.", parse=readable_file, default_text="none"
+        None,
+        "A TOML file of settings, weaker than flags and environment.",
+        commands=_ALL,
+        parse=readable_file,
+        default_text="none",
     )
     origin: Mapping[str, str] = dataclasses.field(default_factory=dict, repr=False)
     flags: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False)
 
+    def loads_server(self, command: str) -> bool:
+        """Whether `command` runs no model but sends requests to a server."""
+        return command == "bench" and self.serve is not None
+
     def inert(self, command: str) -> list[str]:
         """One line for each setting that was given and has no effect in `command` as settings stand."""
+        command = _LOAD[0] if self.loads_server(command) else command
         lines = []
         for name, source in self.origin.items():
             declared = SETTINGS[name].declared
-            why = f"`{command}` does not use it" if command not in declared.commands else None
-            if why is None and declared.inert is not None:
-                why = declared.inert(self)
+            if command in declared.commands:
+                why = declared.inert(self) if declared.inert else None
+            else:
+                why = f"`{command}` does not use it"
+                why += f", `{_LOAD[0]}` does" if declared.commands == _LOAD else ""
             if why:
                 lines.append(f"{source} has no effect: {why}")
         return lines
@@ -554,7 +658,7 @@ def _origins(flags: Mapping[str, Any], toml: Mapping[str, Any], file: Path | Non
 def resolve(flags: Mapping[str, Any], *, command: str | None = None) -> Settings:
     """The settings of this process from `flags` (by setting name), the environment and the file that they name.
 
-    A model must be named, but to a `command` that makes one.
+    A model must be named, but to a `command` that can do without.
 
     Raises:
         ConfigError: one line that names the flag, variable or key at fault and its value.
@@ -577,7 +681,7 @@ def resolve(flags: Mapping[str, Any], *, command: str | None = None) -> Settings
         shown = "" if SETTINGS[name].declared.secret else f" {first['input']!r}"
         raise ConfigError(f"{origin.get(name, name)}{shown}: {reason}") from None
     values = {name: getattr(layers, name) for name in SETTINGS}
-    if not values["model"] and not (command == "bench" and values["synth"]):
+    if not values["model"] and not (command == "bench" and (values["synth"] or values["serve"])):
         raise ConfigError(f"no model named: give MODEL (a GGUF file, or demo), or set {ENV_PREFIX}MODEL")
     values["threads"] = values["threads"] or physical_cores()
     return Settings(**values, origin=origin, flags=flags)

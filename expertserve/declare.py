@@ -32,6 +32,10 @@ class Declared:
     bounds: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     inert: Callable[[Any], str | None] | None = None
 
+    def offered_by(self, command: str) -> bool:
+        """Whether `command` has the option, be it for one of its modes (`bench --serve`) only."""
+        return any(each.split()[0] == command for each in self.commands)
+
 
 def setting(default: T, reason: str, **known: Any) -> T:
     """Declares a field of the settings dataclass; `known` are fields of Declared."""

@@ -80,3 +80,9 @@ class RequestError(ExpertServeError):
         self.code = code
         if http_status is not None:
             self.http_status = http_status
+
+
+class InterruptError(ExpertServeError):
+    """The user ended the command (Ctrl-C) before its end."""
+
+    exit_code = 130

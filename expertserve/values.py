@@ -12,6 +12,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+from urllib.parse import urlsplit
 
 _UNITS = {"": 1, "b": 1} | {
     f"{letter}{tail}": base**power
@@ -107,9 +108,49 @@ def _origin(value: object) -> object:
 
 def parse_words(value: object) -> list[str]:
     """Several values in one string, or in several, separated by commas."""
-    strings = [value] if isinstance(value, str | int) else value
+    strings = [value] if isinstance(value, str | int | float) else value
     assert isinstance(strings, list | tuple)
     return [word.strip() for string in strings for word in str(string).split(",") if word.strip()]
+
+
+def parse_counts(value: object) -> list[int]:
+    """Numbers from 1 to 4096 separated by commas."""
+    words = parse_words(value)
+    if not words or not all(word.isdecimal() and len(word) < 5 and 1 <= int(word) <= 4096 for word in words):
+        raise ValueError("should be numbers from 1 to 4096, as in 1,2,4,8")
+    return [int(word) for word in words]
+
+
+def parse_rates(value: object) -> list[float]:
+    """Positive numbers separated by commas."""
+    try:
+        rates = [float(word) for word in parse_words(value)]
+    except ValueError:
+        rates = []
+    if not rates or not all(1e-6 <= rate <= 1e6 for rate in rates):
+        raise ValueError("should be numbers a second, as in 0.5,1,2")
+    return rates
+
+
+def parse_server(value: object) -> str:
+    """An address of HTTP, without the /v1 and the slash that it may end with."""
+    url = str(value).strip()
+    try:
+        parts = urlsplit(url)
+        right = parts.scheme in ("http", "https") and parts.hostname and (parts.port or 1) and not parts.query
+    except ValueError:
+        right = None
+    if not right:
+        raise ValueError("should be the address of a server, as in http://127.0.0.1:8080")
+    return url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+def parse_key(value: object) -> str:
+    """A key that a header can hold."""
+    key = str(value).strip()
+    if not key or not key.isascii() or not key.isprintable():
+        raise ValueError("should be one line of printable ASCII")
+    return key
 
 
 def parse_budgets(value: object) -> list[ExpertBudget]:

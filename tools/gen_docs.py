@@ -47,7 +47,7 @@ def settings_table() -> str:
         flag = "MODEL (argument)" if setting.name == "model" else f"`{flag}`"
         values = ("on|off" if declared.switch else setting.metavar).replace("|", " \\| ")
         values += ", ..." if setting.repeatable else ""
-        used = "all" if declared.commands == COMMANDS else ", ".join(declared.commands)
+        used = "all" if set(COMMANDS) <= set(declared.commands) else ", ".join(declared.commands)
         rows.append(
             f"| `{setting.variable}` | {flag} | {values} | {setting.default_text} | {used} | {declared.reason} |"
         )
