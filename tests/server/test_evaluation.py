@@ -23,7 +23,7 @@ from expertserve.data import model_path
 from expertserve.gguf.file import GGUFFile
 from expertserve.text.tokenizer import Tokenizer
 from tests.models.build import make_batch, open_forward
-from tests.server.test_real_model import Serving, serving
+from tests.server.served_process import Serving, serving
 
 DEMO = model_path("demo")
 ITEMS = [
