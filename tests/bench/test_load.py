@@ -450,6 +450,15 @@ def test_ctrl_c_leaves_what_was_measured_and_one_line() -> None:
     assert interrupted == {"concurrency": 2, "void": "interrupted"}
 
 
+def test_a_chat_that_gets_no_answer_says_no_more(capsys: Capture) -> None:
+    def script(exchange: Exchange) -> None:
+        exchange.answer() if exchange.number <= FIRST else exchange.begin(503)
+
+    with scripted(script) as server:
+        (row,) = rows(capsys, server.url, arrival="chat", turns="5", requests="5", think_time="0.001")
+    assert (row["requests"], row["completed"], row["errors"]) == (2, 1, {"HTTP 503": 1})
+
+
 class Asked:
     """In the place of a server: answers at once and remembers."""
 
