@@ -85,7 +85,8 @@ class Forward:
         backend.allocate_states(model.recurrent_layouts(), self.state_slots)
         self._allocate_buffers()
         self._kernels = self._make_kernels()
-        self._biases = self._read_biases()
+        self._biases = self._read_by_expert(model.router_bias)
+        self._scales = self._read_by_expert(model.expert_scale)
         self._segments = self._make_segments(guessing=False)
         self._guessing = self._make_segments(guessing=True)
         self._drafting = self._draft_segments()
@@ -159,7 +160,7 @@ class Forward:
         """The residual stream that a layer gets: the embeddings, or what the layer before it left."""
         if layer == 0:
             return self.model.embed(g)
-        return self.model.join(g) if layer - 1 in self.model.towers else g.load("residual")
+        return self.model.join(g, layer - 1) if layer - 1 in self.model.towers else g.load("residual")
 
     def _build_front(self, g: Graph, layer: int, guess: int | None) -> None:
         self.model.front(g, layer, self._enter(g, layer), guess=guess)
@@ -177,19 +178,19 @@ class Forward:
     def _build_logits(self, g: Graph) -> None:
         g.store("logits", self.model.logits(g, g.select_outputs(g.load("hidden"))))
 
-    def _read_biases(self) -> dict[int, NDArray[np.float32]]:
-        """What is added to the routers' scores, which the host computes with."""
-        biases = {}
+    def _read_by_expert(self, named: Callable[[int], str | None]) -> dict[int, NDArray[np.float32]]:
+        """By layer the weight of that name, one value an expert, which the host computes with."""
+        found = {}
         for layer in self.model.towers:
-            if (name := self.model.router_bias(layer)) is not None:
+            if (name := named(layer)) is not None:
                 info = self.model.file.tensors[name]
                 if info.type.name != "F32" or info.shape != (self.model.hp.num_experts,):
                     raise UnsupportedModelError(
                         f"{name} is {info.type.name} {list(info.shape)}, expected one F32 an expert"
                     )
-                biases[layer] = np.empty(info.shape, np.float32)
-                self.model.file.read_tensor(name, biases[layer].data.cast("B"))
-        return biases
+                found[layer] = np.empty(info.shape, np.float32)
+                self.model.file.read_tensor(name, found[layer].data.cast("B"))
+        return found
 
     def _draft_segments(self) -> list[_Segment]:
         """The draft layer's own chain."""
@@ -202,7 +203,7 @@ class Forward:
 
         return [
             _Segment("draft.layer", lambda g: model.front(g, layer, model.draft_input(g)), layer),
-            _Segment("draft.hidden", lambda g: g.store("hidden", model.draft_norm(g, model.join(g))), None),
+            _Segment("draft.hidden", lambda g: g.store("hidden", model.draft_norm(g, model.join(g, layer))), None),
             _Segment("draft.logits", lambda g: g.store("logits", model.draft_logits(g, last(g))), None, outputs=True),
         ]
 
@@ -285,7 +286,10 @@ class Forward:
         assert layer is not None
         rule, biases = self.model.router, self._biases
         logits = backend.host("router")[:rows]
-        ids, backend.host("expert_weights")[:rows] = route(logits, rule, biases.get(layer))
+        ids, weights = route(logits, rule, biases.get(layer))
+        if layer in self._scales:
+            weights = weights * self._scales[layer][ids]
+        backend.host("expert_weights")[:rows] = weights
         kernel = self._kernels[layer]
         kernel.begin(rows)
         if segment.guess is not None:

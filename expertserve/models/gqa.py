@@ -14,7 +14,7 @@ from expertserve.gguf.file import GGUFFile
 from expertserve.gguf.spans import ExpertTower
 from expertserve.models.hparams import read_float, read_rope
 from expertserve.models.model import Model
-from expertserve.ops.base import Graph, RopeStyle, Tensor
+from expertserve.ops.base import Graph, Rope, RopeStyle, Tensor
 
 
 class QKNorm(Enum):
@@ -41,6 +41,10 @@ class GqaModel(Model):
         """The mask that a layer attends through."""
         return "mask"
 
+    def rope_of(self, layer: int) -> Rope:
+        """How a layer rotates."""
+        return self.rope
+
     def attention(self, g: Graph, layer: int, x: Tensor) -> Tensor:
         hp, p = self.hp, f"blk.{layer}."
         kv = self.kv_layout(layer)
@@ -66,5 +70,5 @@ class GqaModel(Model):
         x = g.reshape(x, (g.rows, heads, dim))
         if self.qk_norm is QKNorm.HEAD:
             x = g.rms_norm(x, norm, self.hp.eps)
-        x = g.rope(x, self.rope)
+        x = g.rope(x, self.rope_of(layer))
         return g.rms_norm(x, norm, self.hp.eps) if self.qk_norm is QKNorm.ROTATED_HEAD else x

@@ -75,8 +75,11 @@ class Model(ABC):
 
     def router_bias(self, layer: int) -> str | None:
         """The weight added to a layer's scores for the choice of experts, where the file has one."""
-        name = f"blk.{layer}.exp_probs_b.bias"
-        return name if self.has(name) else None
+        return self.optional(f"blk.{layer}.exp_probs_b.bias")
+
+    def expert_scale(self, layer: int) -> str | None:
+        """The weight that multiplies what each of a layer's experts gives, where the file has one."""
+        return self.optional(f"blk.{layer}.ffn_down_exps.scale")
 
     @property
     def drafts(self) -> bool:
@@ -221,7 +224,7 @@ class Model(ABC):
         own = f"blk.{self.draft_layer}.nextn.shared_head_head.weight"
         return g.linear(x, own) if self.has(own) else self.logits(g, x)
 
-    def join(self, g: Graph) -> Tensor:
+    def join(self, g: Graph, layer: int) -> Tensor:
         """The residual stream after a layer's experts: their weighted sum, the shared expert, the residual."""
         out = g.combine_experts(self.hp.hidden, self.hp.top_k, weighted=not self.weigh_inputs)
         if self.has_shared_expert:

@@ -252,6 +252,10 @@ class Graph(ABC):
         """x [.., n] plus the weight [n]."""
 
     @abstractmethod
+    def mul_weight(self, x: Tensor, weight: str) -> Tensor:
+        """x [.., n] times the weight [n], or the weight [1]."""
+
+    @abstractmethod
     def mul(self, a: Tensor, b: Tensor) -> Tensor:
         """a * b; b may have a last axis of 1."""
 
@@ -262,6 +266,10 @@ class Graph(ABC):
     @abstractmethod
     def sigmoid(self, x: Tensor) -> Tensor:
         """1 / (1 + exp(-x))."""
+
+    @abstractmethod
+    def tanh(self, x: Tensor) -> Tensor:
+        """The hyperbolic tangent of x."""
 
     @abstractmethod
     def silu(self, x: Tensor) -> Tensor:

@@ -51,6 +51,11 @@ def head_outputs(name: str, shape: Sequence[int], heads: int, n_in: int) -> int:
     return shape[1]
 
 
+def factor_width(shape: Sequence[int], width: int) -> int:
+    """Elements of a weight that multiplies rows of `width`: a single one, or as many."""
+    return 1 if tuple(shape) == (1,) else width
+
+
 def check_part(width: int, start: int, stop: int) -> None:
     """[start, stop) lies in an axis of `width`."""
     require(0 <= start < stop <= width, f"elements {start} to {stop} are asked of {width}")

@@ -120,6 +120,9 @@ class NumpyGraph(base.Graph):
     def add_weight(self, x: Tensor, weight: str) -> Tensor:
         return NumpyTensor(_a(x) + self._b.weight(weight))
 
+    def mul_weight(self, x: Tensor, weight: str) -> Tensor:
+        return NumpyTensor(_a(x) * self._b.weight(weight))
+
     def mul(self, a: Tensor, b: Tensor) -> Tensor:
         return NumpyTensor(_a(a) * _a(b))
 
@@ -128,6 +131,9 @@ class NumpyGraph(base.Graph):
 
     def sigmoid(self, x: Tensor) -> Tensor:
         return NumpyTensor(sigmoid(_a(x)))
+
+    def tanh(self, x: Tensor) -> Tensor:
+        return NumpyTensor(np.tanh(_a(x)))
 
     def silu(self, x: Tensor) -> Tensor:
         return NumpyTensor(_a(x) * sigmoid(_a(x)))

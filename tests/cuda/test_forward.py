@@ -17,7 +17,7 @@ from expertserve.ops.factory import best_device, make_backend
 from tests.cuda.emulator import available
 from tests.cuda.fake_device import FakeDevice, installed
 from tests.models.build import greedy, make_batch, open_forward
-from tests.parity.oracle import FAMILIES, FIXTURES, ORACLE, assert_parity, reference
+from tests.parity.oracle import FAMILIES, FIXTURES, ORACLE, assert_parity, exact_tolerance, reference
 from tests.parity.test_keystone import cells_of, logits_of
 
 pytestmark = [
@@ -38,7 +38,7 @@ def test_logits_are_the_exact_ones(fixture: str) -> None:
     ref = reference(fixture)
     with installed(FakeDevice()), open_forward(ORACLE / fixture, device="cuda", kv_type="f32", cells=256) as forward:
         logits = forward(make_batch(ref.tokens.tolist())).copy()
-    assert np.abs(logits - ref.exact).max() <= 1e-3
+    assert np.abs(logits - ref.exact).max() <= exact_tolerance(fixture)
 
 
 @pytest.mark.parametrize("fixture", ONE_OF_EACH)

@@ -10,12 +10,15 @@ import pytest
 
 from expertserve.models import llama4
 from expertserve.models.batch import Reach
+from expertserve.models.gemma4 import Gemma4
 from expertserve.models.gptoss import GptOss
+from expertserve.models.gqa import GqaModel
 from tests.engine.test_batching import prompt
 from tests.models.build import make_batch, open_forward
 from tests.parity.oracle import ORACLE
 
 PATH = ORACLE / "gpt-oss" / "model-q4_k.gguf"
+GEMMA = ORACLE / "gemma4-moe" / "model-q4_k.gguf"
 CHUNKED = ORACLE / "llama4" / "model-q4_k.gguf"
 WINDOW, LAYERS = 32, 3
 needs_fixtures = pytest.mark.skipif(not PATH.exists(), reason="needs the oracle fixtures beside the checkout")
@@ -37,15 +40,16 @@ def test_a_window_counts_the_token_itself_and_a_chunk_begins_at_its_multiple() -
 
 @needs_fixtures
 @pytest.mark.shared
+@pytest.mark.parametrize(("path", "family"), [(PATH, GptOss), (GEMMA, Gemma4)], ids=["gpt-oss", "gemma4"])
 @pytest.mark.parametrize("everywhere", [True, False])
 def test_a_token_out_of_every_window_counts_only_by_way_of_layers_without(
-    monkeypatch: pytest.MonkeyPatch, everywhere: bool
+    monkeypatch: pytest.MonkeyPatch, path: Path, family: type[GqaModel], everywhere: bool
 ) -> None:
     if everywhere:
-        monkeypatch.setattr(GptOss, "mask", lambda self, layer: "mask.window")
+        monkeypatch.setattr(family, "mask", lambda self, layer: "mask.window")
     tokens = prompt(1, 130)
     reached = len(tokens) - LAYERS * (WINDOW - 1) - 1  # the first token that the last one's logits know of
-    with open_forward(PATH, device="reference", kv_type="f32", max_rows=130) as forward:
+    with open_forward(path, device="reference", kv_type="f32", max_rows=130) as forward:
         whole = forward(make_batch(tokens))[-1].copy()
         for changed, seen in ((reached - 1, not everywhere), (reached, True)):
             other = [*tokens[:changed], (tokens[changed] + 1) % 256, *tokens[changed + 1 :]]
@@ -77,7 +81,7 @@ def test_the_temperature_rises_by_whole_steps_of_the_position() -> None:
 @needs_fixtures
 @pytest.mark.shared
 @pytest.mark.usefixtures("short_chunks")
-@pytest.mark.parametrize("path", [PATH, CHUNKED], ids=["windows", "chunks"])
+@pytest.mark.parametrize("path", [PATH, GEMMA, CHUNKED], ids=["windows", "windows and wide heads", "chunks"])
 def test_reaches_hold_over_steps_and_in_scattered_cells(path: Path) -> None:
     tokens = prompt(2, 100)
     with open_forward(path, device="reference", kv_type="f32", max_rows=100) as forward:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from expertserve.errors import UnsupportedModelError
+from expertserve.errors import GGUFError, UnsupportedModelError
 from expertserve.gguf.file import GGUFFile
 from expertserve.models.registry import architectures, load_model
 from tests.parity.oracle import ORACLE
@@ -35,3 +35,18 @@ def test_a_draft_layer_of_a_family_that_does_not_draft_is_left_out_and_refused_w
     assert not any(info.name.startswith("blk.3.") for info in model.dense_weights())
     with pytest.raises(UnsupportedModelError, match="no layer that predicts further ahead.*--draft off"):
         load_model(file, draft=True)
+
+
+def test_gemma_models_of_another_kind_are_refused_by_name() -> None:
+    for key, value in (("attention.shared_kv_layers", 1), ("embedding_length_per_layer_input", 256)):
+        file = GGUFFile.open(ORACLE / "gemma4-moe" / "model-q4_k.gguf")
+        file.metadata = {**file.metadata, f"gemma4.{key}": value}
+        with pytest.raises(UnsupportedModelError, match=r"model-q4_k.gguf: a gemma4 model with .*26B-A4B are served"):
+            load_model(file)
+
+
+def test_states_that_do_not_divide_among_heads_are_refused() -> None:
+    file = GGUFFile.open(ORACLE / "granitehybrid" / "model-q4_k.gguf")
+    file.metadata = {**file.metadata, "granitehybrid.ssm.time_step_rank": 7}
+    with pytest.raises(GGUFError, match="512 elements do not make 7 state-space heads in 1 groups"):
+        load_model(file)

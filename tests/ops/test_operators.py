@@ -148,3 +148,11 @@ def test_gated_activations(activation: Activation) -> None:
     world = World({"gate": 6 * random(9, 64), "up": 6 * random(9, 64, seed=1)})
     tolerance = 2e-3 if activation is Activation.GELU else 2e-6  # ggml's GELU looks up a table of halves
     assert_agree(world, lambda g: g.gated(g.load("gate"), g.load("up"), activation), tolerance)
+
+
+@pytest.mark.parametrize("width", [1, 96])
+@pytest.mark.parametrize("rows", [1, 5])
+def test_a_weight_multiplies_element_by_element_or_all_alike(rows: int, width: int) -> None:
+    world = World({"x": 3 * random(rows, 96)}, {"w": random(width, seed=1)})
+    out = assert_agree(world, lambda g: g.tanh(g.mul_weight(g.load("x"), "w")), 1e-6)
+    assert np.abs(out - np.tanh(world.inputs["x"] * world.weights["w"])).max() < 1e-6

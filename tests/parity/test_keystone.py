@@ -45,6 +45,7 @@ FIXTURES = [
     "phimoe/model-q4_k.gguf",
     "llama4/model-q4_k.gguf",
     "granitehybrid/model-q4_k.gguf",
+    "gemma4-moe/model-q4_k.gguf",
 ]
 DECODED = 5
 SPAN = 640  # cells of a sequence

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.models.build import greedy, make_batch, open_forward
-from tests.parity.oracle import FIXTURES, ORACLE, assert_greedy, assert_parity, reference
+from tests.parity.oracle import FIXTURES, ORACLE, assert_greedy, assert_parity, exact_tolerance, reference
 
 pytestmark = [
     pytest.mark.shared,
@@ -36,7 +36,7 @@ def test_reference_operators_give_the_exact_answer(fixture: str) -> None:
     ref = reference(fixture)
     with open_forward(ORACLE / fixture, device="reference", kv_type="f32") as forward:
         logits = forward(make_batch(ref.tokens.tolist()))
-        assert np.abs(logits - ref.exact).max() <= 1e-3
+        assert np.abs(logits - ref.exact).max() <= exact_tolerance(fixture)
 
 
 @pytest.mark.parametrize("fixture", ["qwen3moe/model-q4_k.gguf", "mixtral/model-f16.gguf"])

@@ -35,6 +35,7 @@ from expertserve.ops.checks import (
     check_rope,
     check_shape,
     check_table,
+    factor_width,
     head_outputs,
     linear_outputs,
     require,
@@ -262,6 +263,11 @@ class CudaGraph(base.Graph):
         assert isinstance(x, CudaTensor)
         return self._binary("Add", x, self._vector(weight, x.shape[-1]), 1, x.shape[-1])
 
+    def mul_weight(self, x: Tensor, weight: str) -> Tensor:
+        assert isinstance(x, CudaTensor)
+        n = factor_width(self._backend.weight(weight).shape, x.shape[-1])
+        return self._binary("Mul", x, self._vector(weight, n), 1, n)
+
     def mul(self, a: Tensor, b: Tensor) -> Tensor:
         assert isinstance(a, CudaTensor) and isinstance(b, CudaTensor)
         assert b.shape in (a.shape, (*a.shape[:-1], 1)), (a.shape, b.shape)
@@ -272,6 +278,9 @@ class CudaGraph(base.Graph):
 
     def sigmoid(self, x: Tensor) -> Tensor:
         return self._unary("unary<Sigmoid>", x)
+
+    def tanh(self, x: Tensor) -> Tensor:
+        return self._unary("unary<Tanh>", x)
 
     def silu(self, x: Tensor) -> Tensor:
         return self._unary("unary<Silu>", x)

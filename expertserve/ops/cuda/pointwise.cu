@@ -40,6 +40,9 @@ struct Sigmoid {
 struct Silu {
     __device__ static float of(float a) { return silu(a); }
 };
+struct Tanh {
+    __device__ static float of(float a) { return tanhf(a); }
+};
 template <class OP> __global__ void unary(const float *a, float *out, int count) {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i < count) out[i] = OP::of(a[i]);

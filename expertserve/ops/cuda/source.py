@@ -37,6 +37,7 @@ PLAIN_KERNELS = (
     *(
         "unary<Sigmoid>",
         "unary<Silu>",
+        "unary<Tanh>",
         "binary<Add>",
         "binary<Mul>",
         *(f"binary<Gated<{n}>>" for n in GATED_OF.values()),

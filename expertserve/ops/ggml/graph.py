@@ -21,6 +21,7 @@ from expertserve.ops.checks import (
     check_rope,
     check_shape,
     check_table,
+    factor_width,
     head_outputs,
     linear_outputs,
 )
@@ -200,6 +201,11 @@ class GgmlGraph(base.Graph):
         assert isinstance(x, GgmlTensor)
         return self._new(ggml.ggml_add(self.ctx, x.ptr, self._weight(weight, x.shape[-1])), x.shape)
 
+    def mul_weight(self, x: Tensor, weight: str) -> Tensor:
+        assert isinstance(x, GgmlTensor)
+        n = factor_width(self._backend.weight(weight).shape, x.shape[-1])
+        return self._new(ggml.ggml_mul(self.ctx, x.ptr, self._weight(weight, n)), x.shape)
+
     def mul(self, a: Tensor, b: Tensor) -> Tensor:
         assert isinstance(a, GgmlTensor) and isinstance(b, GgmlTensor)
         assert b.shape in (a.shape, (*a.shape[:-1], 1)), (a.shape, b.shape)
@@ -212,6 +218,10 @@ class GgmlGraph(base.Graph):
     def sigmoid(self, x: Tensor) -> Tensor:
         assert isinstance(x, GgmlTensor)
         return self._new(ggml.ggml_sigmoid(self.ctx, x.ptr), x.shape)
+
+    def tanh(self, x: Tensor) -> Tensor:
+        assert isinstance(x, GgmlTensor)
+        return self._new(ggml.ggml_tanh(self.ctx, x.ptr), x.shape)
 
     def silu(self, x: Tensor) -> Tensor:
         assert isinstance(x, GgmlTensor)
