@@ -25,6 +25,7 @@ import numpy as np
 import pytest
 
 from expertserve.bench import load as load_module
+from expertserve.bench import load_figures
 from expertserve.bench.load import Clients, Prompts, load
 from expertserve.bench.load_client import Answer, Message
 from expertserve.bench.load_figures import Limits, figures
@@ -391,8 +392,9 @@ def test_answers_in_one_piece_are_void(capsys: Capture) -> None:
         assert row["void"] is None and row["interval_p50_ms"] is None
 
 
-def test_a_client_without_a_moment_to_spare_is_void(capsys: Capture) -> None:
+def test_a_client_without_a_moment_to_spare_is_void(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     flood = event("word ") * 20_000
+    monkeypatch.setattr(load_figures, "_BUSY", 0.1)  # of a core, of which others may want most
 
     def script(exchange: Exchange) -> None:
         if exchange.number < FIRST:
@@ -403,7 +405,7 @@ def test_a_client_without_a_moment_to_spare_is_void(capsys: Capture) -> None:
 
     with scripted(script) as server:
         (row,) = rows(capsys, server.url, requests="8", decode_tokens="20000", concurrency="4")
-    assert row["completed"] == 8 and row["client_cpu"] > 0.9
+    assert row["completed"] == 8 and 0.1 < row["client_cpu"] <= 1
     assert re.fullmatch(r"the load generator was the limit: it used \d+% of a core", row["void"])
 
 
