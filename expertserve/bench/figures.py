@@ -115,6 +115,7 @@ def figures(report: Report, machine: Machine) -> dict[str, Any]:
         "roofline_tok_s": roofline,
         "of_roofline": harmonic_mean(rates) / roofline if rates and roofline else None,  # all runs, as the roofline is
         "peak_bytes": report["peak_bytes"],
+        "other_cores": report["other_cores"],
     }
 
 

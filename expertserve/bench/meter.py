@@ -5,10 +5,12 @@ Owns the reading, no judgement. The three come from different places on purpose:
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, fields
 from pathlib import Path
+from time import perf_counter, process_time
 
 from expertserve.experts.stats import ExpertStats, PhaseCounters
 
@@ -22,12 +24,16 @@ class Reading:
         forwards: that the engine has run, drafts not among them.
         draft_steps: forwards of a draft layer.
         disk_bytes: that the kernel has fetched from storage for this process; None where it does not say.
+        others_s: seconds of processors that others than this process have had; None where the kernel does not say.
+        at_s: when, in seconds of a monotonic clock.
     """
 
     phases: dict[str, PhaseCounters]
     forwards: int
     draft_steps: int
     disk_bytes: int | None
+    others_s: float | None
+    at_s: float
 
 
 class Meter:
@@ -39,7 +45,9 @@ class Meter:
 
     def read(self) -> Reading:
         phases = {name: copy(counters) for name, counters in self._stats.phases.items()}
-        return Reading(phases, self._forwards(), self._stats.draft_steps, disk_bytes())
+        return Reading(
+            phases, self._forwards(), self._stats.draft_steps, disk_bytes(), seconds_of_others(), perf_counter()
+        )
 
 
 def difference(after: PhaseCounters, before: PhaseCounters) -> PhaseCounters:
@@ -51,6 +59,16 @@ def difference(after: PhaseCounters, before: PhaseCounters) -> PhaseCounters:
 def disk_bytes() -> int | None:
     """Bytes that storage delivered to this process, by /proc/self/io."""
     return _number("/proc/self/io", "read_bytes:")
+
+
+def seconds_of_others() -> float | None:
+    """Processor time of all other processes, and what the host of a virtual machine took, by /proc/stat."""
+    try:
+        ticks = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    except OSError:
+        return None
+    user, nice, system, _, _, interrupts, soft, stolen = ticks
+    return (user + nice + system + interrupts + soft + stolen) / os.sysconf("SC_CLK_TCK") - process_time()
 
 
 def peak_memory() -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from expertserve.errors import ConfigError
 if TYPE_CHECKING:
     from expertserve.bench.lab import ReplayRow
 
+_KINDS = ("#1b9e77", "#7570b3", "#e7298a", "#66a61e", "#a6761d")
 _COLOURS = {"LRU": "#d95f02", "LFU": "#7570b3", "ours": "#1b9e77", "Belady": "#333333"}
 
 
@@ -81,28 +83,60 @@ def plot_sweep(
 
 
 def _plot_speeds(axes: Any, rows: Sequence[Mapping[str, Any]], experts: int) -> None:
-    slots = sorted((row for row in rows if row["part"] != "page cache"), key=lambda row: row["slots"])
-    shares = [100 * row["slots"] / experts for row in slots]
-    axes.plot(shares, [row["decode_tok_s"] for row in slots], "o-", color=_COLOURS["ours"], label="decode")
-    axes.plot(shares, [row["roofline_tok_s"] for row in slots], "--", color=_COLOURS["Belady"], label="roofline")
-    for row in (row for row in rows if row["part"] == "page cache"):
-        axes.axhline(row["decode_tok_s"], linestyle=":", color=_COLOURS["LRU"], label="page cache only")
+    hits = axes.twinx()
+    kinds: dict[str, list[Mapping[str, Any]]] = {}
+    for row in (row for row in rows if row["part"] == "row"):
+        kinds.setdefault(_kind(row, rows), []).append(row)
+    for (kind, alike), colour in zip(sorted(kinds.items()), cycle(_KINDS), strict=False):
+        slots = sorted(alike, key=lambda row: row["slots"])
+        shares = [100 * row["slots"] / experts for row in slots]
+        rates = [None if row["decode_hit_rate"] is None else 100 * row["decode_hit_rate"] for row in slots]
+        axes.plot(shares, [row["decode_tok_s"] for row in slots], "o-", color=colour, label=f"decode {kind}".strip())
+        axes.plot(
+            shares, [row["roofline_tok_s"] for row in slots], "--", color=colour, label=f"roofline {kind}".strip()
+        )
+        hits.plot(
+            shares, rates, "s-", color=colour, label=f"hits {kind}".strip() + " (right)", markersize=4, lw=1, alpha=0.4
+        )
+    for row in (row for row in rows if row["part"] != "row"):
+        colour = _COLOURS["Belady" if row["part"] == "resident" else "LRU"]
+        axes.axhline(
+            row["decode_tok_s"], linestyle=":", color=colour, label=f"{row['part']} {_kind(row, rows)}".strip()
+        )
     axes.set(
         title="Decode speed and hit rate", xlabel="slots (% of all experts)", ylabel="tokens/s (log)", xlim=(0, 103)
     )
     axes.set_yscale("log")
-    axes.grid(alpha=0.3)
-    hits = axes.twinx()
-    rates = [None if row["decode_hit_rate"] is None else 100 * row["decode_hit_rate"] for row in slots]
-    hits.plot(shares, rates, "s-", color=_COLOURS["LFU"], label="hit rate (right)", markersize=4, alpha=0.7)
+    _plain_ticks(axes)
+    axes.grid(alpha=0.3, which="both")
     hits.set(ylabel="hit rate of decode (%)", ylim=(0, 105))
     lines, names = axes.get_legend_handles_labels()
     more, others = hits.get_legend_handles_labels()
-    axes.legend(lines + more, names + others, loc="lower right")
+    hits.legend(lines + more, names + others, loc="lower right", framealpha=0.9, ncols=-(-len(names + others) // 6))
+
+
+def _kind(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
+    """What sets a row apart besides its budget: the settings in which these rows differ."""
+    fields = {"reader": "", "lookahead": "ahead ", "batch": "batch ", "prompt_tokens": "prompt ", "draft": "draft "}
+    asked = [other for other in rows if other["part"] == "row"] or rows
+    own = ("batch", "prompt_tokens", "draft") if row["part"] != "row" else tuple(fields)
+    return ", ".join(f"{fields[name]}{row[name]}" for name in own if len({other[name] for other in asked}) > 1)
+
+
+def _plain_ticks(axes: Any) -> None:
+    """Numbers as they are written, not as powers of ten, with room below for a legend."""
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    least, most = axes.get_ylim()
+    axes.set_ylim(least / (most / least) ** 0.5, most)
 
 
 def _plot_times(axes: Any, rows: Sequence[Mapping[str, Any]], experts: int) -> None:
-    names = [f"{100 * row['slots'] / experts:.0f}%" if row["part"] == "row" else row["part"] for row in rows]
+    budgets = [f"{100 * row['slots'] / experts:.0f}%" if row["part"] == "row" else row["part"] for row in rows]
+    names = [f"{part} {_kind(row, rows)}".strip() for part, row in zip(budgets, rows, strict=True)]
     rest = [row["compute_ms_token"] - row["expert_ms_token"] for row in rows]
     other = [max(0.0, 1000 / row["decode_tok_s"] - row["stall_ms_token"] - row["compute_ms_token"]) for row in rows]
     parts = {
@@ -117,6 +151,7 @@ def _plot_times(axes: Any, rows: Sequence[Mapping[str, Any]], experts: int) -> N
         bottom += np.array(heights)
     axes.set_xticks(range(len(rows)), names, rotation=30, ha="right")
     axes.set(title="Time of a token", ylabel="ms a token", xlabel="slots, or control", ylim=(0, 1.4 * max(bottom)))
+    axes.set_axisbelow(True)
     axes.grid(alpha=0.3, axis="y")
     axes.legend()
 

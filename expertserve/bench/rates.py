@@ -280,9 +280,18 @@ def counted(runs: Sequence[Run]) -> dict[str, object]:
         "disk_bytes": {"prefill": sum(a or 0 for a, _ in disk), "decode": sum(b or 0 for _, b in disk)}
         if known
         else None,
+        "other_cores": _other_cores(runs),
         "phases": {name: asdict(counters) for name, counters in phases.items()},
         "tokens_digest": f"{crc32(' '.join(run.tokens for run in runs).encode()):08x}",
     }
+
+
+def _other_cores(runs: Sequence[Run]) -> float | None:
+    """Cores that other processes kept busy meanwhile."""
+    spans = [(run.readings[0], run.readings[2]) for run in runs]
+    seconds = [after.others_s - before.others_s for before, after in spans if after.others_s and before.others_s]
+    elapsed = sum(after.at_s - before.at_s for before, after in spans)
+    return round(max(0.0, sum(seconds)) / elapsed, 3) if len(seconds) == len(spans) and elapsed > 0 else None
 
 
 def _disk_bytes(run: Run) -> tuple[int | None, int | None]:

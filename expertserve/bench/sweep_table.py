@@ -21,6 +21,7 @@ COLUMNS = (
     Column("roof", "roofline_tok_s", 1, ".1f"),
     Column("ratio", "of_roofline", 1, ".2f"),
     Column("peak MiB", "peak_bytes", 1 / (1 << 20), ".0f"),
+    Column("others", "other_cores", 1, ".2f"),
 )
 
 

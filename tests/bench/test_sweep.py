@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -18,6 +19,7 @@ from expertserve.bench import meter, page_cache, rates
 from expertserve.bench.figures import Bandwidth, Machine, figures
 from expertserve.bench.memory_cap import limited_memory
 from expertserve.bench.plan import model_sizes
+from expertserve.bench.plots import plot_sweep
 from expertserve.bench.sweep import cases, sweep
 from expertserve.bench.verdict import void_reason
 from expertserve.config import SETTINGS, Settings, as_flags, resolve
@@ -175,6 +177,35 @@ def test_a_roofline_is_no_lower_than_what_was_reached(capsys: pytest.CaptureFixt
     assert awake.memory.shown_by == "15%" and awake.disk is not None and awake.disk.shown_by == "15%"
     fast = Machine(sizes, Bandwidth(1e15, "probe"), Bandwidth(1e15, "probe"))
     assert fast.raised_by([("15%", row)]) == fast
+
+
+def test_rows_that_differ_in_more_than_the_budget_have_lines_of_their_own(tmp_path: Path) -> None:
+    common = {"slots": 10, "lookahead": "on", "batch": 1, "prompt_tokens": 8, "draft": "off", "decode_tok_s": 2.0}
+    common |= {"roofline_tok_s": 3.0, "decode_hit_rate": 0.5, "stall_ms_token": 1.0, "compute_ms_token": 2.0}
+    rows = [common | {"part": "row", "reader": reader, "expert_ms_token": 1.0} for reader in ("direct", "mmap")]
+    out = tmp_path / "rows.svg"
+    plot_sweep(out, "a model", rows, 40, {0: np.array([3, 1, 0])})
+    said = set(re.findall(r"<!-- (.*?) -->", out.read_text()))
+    assert {"decode direct", "decode mmap", "25% direct", "25% mmap", "tokens/s (log)", "ms a token"} <= said
+
+
+def test_processor_time_of_others_is_what_a_busy_process_had() -> None:
+    before = meter.seconds_of_others()
+    if before is None:
+        pytest.skip("the kernel does not say")
+    busy = "import time\nwhile time.process_time() < 0.5: pass"
+    subprocess.run([sys.executable, "-c", busy], check=True)
+    after = meter.seconds_of_others()
+    assert after is not None and after - before > 0.4
+
+
+def test_cores_of_others_are_their_seconds_over_those_that_passed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds, clock = count(5), count(100, 2)
+    monkeypatch.setattr(meter, "seconds_of_others", lambda: next(seconds))
+    monkeypatch.setattr(meter, "perf_counter", lambda: next(clock))
+    assert report(capsys)["other_cores"] == 0.5
 
 
 def test_a_picture_of_one_configuration_is_drawn(tmp_path: Path) -> None:
