@@ -29,7 +29,14 @@ def configure(format: str, level: str, stream: TextIO | None = None) -> None:
     if format == "json":
         last = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(ensure_ascii=False)]
     else:
-        last = [structlog.dev.ConsoleRenderer(colors=out.isatty(), timestamp_key="time", pad_event_to=0)]
+        last = [
+            structlog.dev.ConsoleRenderer(
+                colors=out.isatty(),
+                timestamp_key="time",
+                pad_event_to=0,
+                exception_formatter=structlog.dev.plain_traceback,
+            )
+        ]
     handler = logging.StreamHandler(out)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(

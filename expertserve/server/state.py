@@ -53,6 +53,7 @@ class ServedTemplate(Protocol):
     def render(
         self,
         messages: list[dict[str, Any]],
+        /,
         *,
         tools: list[dict[str, Any]] | None = None,
         add_generation_prompt: bool = True,

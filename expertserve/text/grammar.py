@@ -8,7 +8,9 @@ bytes so far can be completed to a text of the grammar, and the mask is never em
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+import threading
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Literal, Protocol
@@ -17,10 +19,14 @@ import llguidance
 import numpy as np
 from numpy.typing import NDArray
 
-from expertserve.errors import ExpertServeError, RequestError
+from expertserve.errors import RequestError
 
 MAX_GRAMMAR_LENGTH = 1 << 18  # characters; compiling takes up to microseconds for each
+MAX_RULES_LENGTH = 1 << 16  # of written rules and expressions, where the time may grow with the square
 CACHED_GRAMMARS = 32
+# llguidance follows rules that refer to rules by recursion, up to 10 KiB a rule; a full stack ends the process.
+_STACK_BYTES = 512 << 20
+_stack_size = threading.Lock()
 # The default takes white space without end, which is what small models write for ever.
 JSON_OPTIONS: Any = {"whitespace_pattern": r"[\x20\x0A\x09]{1,20}"}
 
@@ -70,27 +76,44 @@ class GrammarCompiler:
         Raises:
             RequestError: it is none, or asks for what llguidance does not have.
         """
-        if len(source.text) > MAX_GRAMMAR_LENGTH:
-            raise RequestError(
-                f"'{param}' has {len(source.text)} characters; at most {MAX_GRAMMAR_LENGTH} are compiled", param=param
-            )
+        most = MAX_RULES_LENGTH if source.kind in ("gbnf", "regex") else MAX_GRAMMAR_LENGTH
+        if len(source.text) > most:
+            raise RequestError(f"'{param}' has {len(source.text)} characters; at most {most} are compiled", param=param)
         try:
             return self._compiled(source)
+        except RequestError as error:
+            raise RequestError(f"'{param}' cannot be used: {error}", param=param, code="invalid_grammar") from None
         except (ValueError, RecursionError) as error:
             reason = " ".join(str(error).split())[:300] or "it is nested too deeply"
             raise RequestError(f"'{param}' cannot be used: {reason}", param=param, code="invalid_grammar") from None
 
     def _compile(self, source: GrammarSource) -> Grammar:
-        matcher = llguidance.LLMatcher(self._vocabulary, _rules(source), log_level=0)
+        vocabulary = self._vocabulary
+        matcher = _on_deep_stack(lambda: llguidance.LLMatcher(vocabulary, _rules(source), log_level=0))
         if matcher.is_error():
             raise ValueError(matcher.get_error())
-        return Grammar(matcher, self._tokenizer.vocab_size)
+        grammar = Grammar(matcher, self._tokenizer.vocab_size)
+        grammar.start().mask()  # fails where no text follows the grammar
+        return grammar
 
     @cached_property
     def _vocabulary(self) -> llguidance.LLTokenizer:
         ends = sorted(self._tokenizer.eog_ids)
         wrapped = llguidance.TokenizerWrapper(_Vocabulary(self._tokenizer, ends))
         return llguidance.LLTokenizer(wrapped, n_vocab=self._tokenizer.vocab_size, eos_token=ends)
+
+
+def _on_deep_stack(compile: Callable[[], llguidance.LLMatcher]) -> llguidance.LLMatcher:
+    """Runs in a thread with room for every rule of the longest grammar to refer to the next; room is no memory."""
+    with _stack_size:
+        before = threading.stack_size(_STACK_BYTES)
+        try:
+            pool = ThreadPoolExecutor(1, "grammar")
+            compiled = pool.submit(compile)  # starts the thread
+        finally:
+            threading.stack_size(before)
+    with pool:
+        return compiled.result()
 
 
 def _rules(source: GrammarSource) -> str:
@@ -152,7 +175,7 @@ class GrammarState:
         """Which tokens may come next, [vocab]; those that end the text are among them where it may end.
 
         Raises:
-            ExpertServeError: the grammar needs more work for a token than llguidance allows.
+            RequestError: no text follows the grammar, or it needs more work for a token than llguidance allows.
         """
         self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
         self._check()
@@ -165,5 +188,6 @@ class GrammarState:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            reason = " ".join(self._matcher.get_error().split())[:300]
-            raise ExpertServeError(f"the grammar of the answer cannot be followed: {reason}")
+            reason = " ".join(self._matcher.get_error().partition("<state>")[0].split())[:300]
+            message = f"the grammar of the answer cannot be followed: {reason}"
+            raise RequestError(message, code="invalid_grammar")

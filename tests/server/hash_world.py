@@ -75,7 +75,7 @@ class PlainTemplate:
     source = ""
 
     def render(
-        self, messages: Sequence[Any], *, tools: Any = None, add_generation_prompt: bool = True, **kwargs: Any
+        self, messages: Sequence[Any], /, *, tools: Any = None, add_generation_prompt: bool = True, **kwargs: Any
     ) -> str:
         if kwargs.get("fail"):
             raise RequestError("chat template: asked to fail", param="messages")

@@ -129,7 +129,7 @@ def test_a_field_that_cannot_be_used_is_named(server: Running, path: str, field:
         ({"messages": HELLO, "logprobs": 3}, "logprobs"),
         ({"messages": HELLO, "max_completion_tokens": 0.5}, "max_completion_tokens"),
         ({"messages": HELLO, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
-        ({"messages": HELLO, "chat_template_kwargs": {"fail": True}}, "messages"),
+        ({"messages": HELLO, "chat_template_kwargs": {"fail": True, "self": 1}}, "messages"),
         ({"messages": HELLO, "repeat_penalty": 1.1, "repetition_penalty": 1.2}, "repetition_penalty"),
     ],
 )

@@ -12,7 +12,14 @@ import pytest
 from expertserve.engine.request import SamplingParams
 from expertserve.engine.sampler import Sampler
 from expertserve.errors import RequestError
-from expertserve.text.grammar import Grammar, GrammarCompiler, GrammarSource, schema_source
+from expertserve.text.grammar import (
+    MAX_GRAMMAR_LENGTH,
+    MAX_RULES_LENGTH,
+    Grammar,
+    GrammarCompiler,
+    GrammarSource,
+    schema_source,
+)
 from tests.server.hash_world import EOS, VOCAB, ByteTokenizer
 
 COMPILER = GrammarCompiler(ByteTokenizer())
@@ -149,3 +156,48 @@ def test_what_cannot_be_compiled_is_refused_in_one_line(source: GrammarSource) -
 def test_a_grammar_may_be_a_part_of_another(structure: GrammarSource, text: str) -> None:
     grammar = COMPILER.compile(GrammarSource("lark", 'start: "<" @structure ">"', structure), "grammar")
     assert follows(grammar, f"<{text}>") and not follows(grammar, text) and not follows(grammar, f"<{text}!>")
+
+
+def chained(kind: str) -> GrammarSource:
+    """Rules that refer to each other as far as the longest grammar has room for."""
+    if kind == "gbnf":
+        count = MAX_RULES_LENGTH // 20
+        rules = [f"r{i} ::= r{i + 1}" for i in range(count)]
+        return GrammarSource("gbnf", "\n".join(["root ::= r0", *rules, f'r{count} ::= "x"']))
+    count = MAX_GRAMMAR_LENGTH // 60
+    definitions: dict[str, Any] = {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}]} for i in range(count)}
+    return schema_source({"$defs": {**definitions, f"d{count}": {"const": "x"}}, "$ref": "#/$defs/d0"})
+
+
+@pytest.mark.parametrize(("kind", "text"), [("gbnf", "x"), ("json_schema", '"x"')])
+def test_rules_may_refer_to_rules_as_deep_as_a_grammar_may_be_long(kind: str, text: str) -> None:
+    assert follows(COMPILER.compile(chained(kind), "grammar"), text)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        GrammarSource("gbnf", "root ::= root"),
+        schema_source({"$ref": "#"}),
+        schema_source({"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}),
+    ],
+)
+def test_a_grammar_that_no_text_follows_is_refused(source: GrammarSource) -> None:
+    with pytest.raises(RequestError, match="'grammar' cannot be used") as caught:
+        COMPILER.compile(source, "grammar")
+    assert caught.value.code == "invalid_grammar" and caught.value.http_status == 400
+
+
+def test_a_grammar_too_wide_to_follow_is_the_requests_fault() -> None:
+    wide = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(3000)}}
+    state = COMPILER.compile(schema_source(wide), "grammar").start()
+    with pytest.raises(RequestError, match="cannot be followed") as caught:
+        for byte in b'{"p':
+            state.accept(byte)
+            state.mask()
+    assert "<state>" not in str(caught.value) and caught.value.code == "invalid_grammar"
+
+
+def test_rules_that_take_long_to_compile_are_refused() -> None:
+    with pytest.raises(RequestError, match="at most 65536 are compiled"):
+        COMPILER.compile(GrammarSource("gbnf", "root ::= " + '"a" ' * (MAX_RULES_LENGTH // 4)), "grammar")
