@@ -714,3 +714,5 @@ def prepare_libraries() -> None:
     os.environ.setdefault("GGML_NO_BACKTRACE", "1")
     # OpenMP's barriers spin for milliseconds by default: where another process holds a core, each burns a time slice.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    # Texts are encoded one at a time; a pool of threads for many would only be more threads.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

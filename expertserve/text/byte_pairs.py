@@ -74,7 +74,8 @@ class BytePairEncoder:
         return output
 
     def _merge(self, text: str) -> list[int]:
-        ids: list[int] = self._pipeline.encode(text, add_special_tokens=False).ids
+        # Of the library's ways only those for several texts let other threads run meanwhile.
+        ids: list[int] = self._pipeline.encode_batch_fast([text], add_special_tokens=False)[0].ids
         if self._fallback and max(ids, default=0) >= len(self._ids):
             return [token for id_ in ids for token in self._fallback.get(id_, (id_,))]
         return ids

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -213,3 +215,26 @@ def test_threads_may_share_a_tokenizer() -> None:
         shared, alone = make(), make()
         with ThreadPoolExecutor(8) as pool:
             assert list(pool.map(shared.encode, texts)) == [alone.encode(text) for text in texts]
+
+
+def test_other_threads_run_while_a_long_text_is_encoded() -> None:
+    tokenizer = byte_pairs()
+    text = "17 apples, 4 pears. " * 60_000
+    done = threading.Event()
+    longest = 0.0
+
+    def watch() -> None:
+        nonlocal longest
+        last = time.perf_counter()
+        while not done.wait(0.001):
+            now = time.perf_counter()
+            last, longest = now, max(longest, now - last)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    began = time.perf_counter()
+    tokenizer.encode(text)
+    took = time.perf_counter() - began
+    done.set()
+    watcher.join()
+    assert longest < 0.6 * took, "the text held the interpreter"
