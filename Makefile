@@ -3,7 +3,6 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-MODEL ?= demo
 NATIVE := $(wildcard expertserve/ops/ggml/*.c expertserve/ops/ggml/*.h expertserve/experts/*.c expertserve/bench/*.c)
 
 .PHONY: help setup demo test test-slow test-gpu lint type bench docs check clean demo-model
@@ -39,8 +38,8 @@ lint: setup ## check formatting and rules
 type: setup ## check types
 	$(BIN)/mypy
 
-bench: setup ## time prefill and decode of MODEL (demo)
-	$(BIN)/expertserve bench $(MODEL)
+bench: setup ## measure MODEL (a synthetic one) over budgets and beside llama.cpp, into docs/BENCHMARKS.md
+	$(BIN)/python -m tools.bench_docs $(MODEL)
 
 docs: setup ## write the generated parts of docs/
 	$(BIN)/python tools/gen_docs.py

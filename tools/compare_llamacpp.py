@@ -5,7 +5,7 @@
 Each run is a process of its own that loads the file (already in the page cache), answers a 128-token prompt (start to
 first token), then times a 512-token prefill and greedy decode. llama.cpp is the package xllamacpp, in its mapped mode
 and in its default mode, which repacks weights into memory of its own. Medians and ratios are printed as Markdown, every
-run as a JSON line on standard error; runs beside which other processes used over 0.3 cores are marked.
+run as a JSON line on standard error; a figure beside which others used over 0.3 cores is left out of its median.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 ENGINES = ("expertserve", "llama.cpp mapped", "llama.cpp repacked")
+QUIET_CORES = 0.3
 FIGURES = {
     "decode": "decode tok/s",
     "prefill": "prefill of 512, tok/s",
@@ -79,7 +80,14 @@ def run_expertserve(args: argparse.Namespace, began: float) -> dict[str, Any]:
     from expertserve.experts.stats import ExpertStats
 
     settings = resolve(
-        {"model": args.model, "threads": str(args.threads), "ctx": "2048", "parallel": "1", "stats_every": "0"}
+        {
+            "model": args.model,
+            "device": "cpu",
+            "threads": str(args.threads),
+            "ctx": "2048",
+            "parallel": "1",
+            "stats_every": "0",
+        }
     )
     model = load_model(settings, ExpertStats(every=0, emit=lambda line: None))
 
@@ -145,7 +153,8 @@ def worker(args: argparse.Namespace) -> None:
 
 
 def measure(args: argparse.Namespace, engine: str) -> dict[str, Any]:
-    command = [sys.executable, __file__, args.model, "--threads", str(args.threads), "--decode", str(args.decode)]
+    python = args.peer_python if engine.startswith("llama.cpp") else sys.executable
+    command = [python, __file__, args.model, "--threads", str(args.threads), "--decode", str(args.decode)]
     environment = {**os.environ, "COMPARE_BEGAN": repr(time.time())}
     done = subprocess.run([*command, "--worker", engine], env=environment, capture_output=True, text=True)
     for line in done.stdout.splitlines():
@@ -156,10 +165,15 @@ def measure(args: argparse.Namespace, engine: str) -> dict[str, Any]:
     sys.exit(f"{engine} gave no figures:\n{done.stderr[-2000:]}")
 
 
+def quiet(runs: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+    """Those in which others left the machine alone while the figure was measured; all, where there are none."""
+    return [run for run in runs if run.get(f"{name}_other_cores", 0.0) <= QUIET_CORES] or runs
+
+
 def table(runs: dict[str, list[dict[str, Any]]]) -> str:
     lines = ["| figure | " + " | ".join(runs) + " | ratio to mapped | to repacked |", "|---" * (len(runs) + 3) + "|"]
     for name, title in FIGURES.items():
-        medians = [statistics.median(run[name] for run in runs[engine]) for engine in runs]
+        medians = [statistics.median(run[name] for run in quiet(runs[engine], name)) for engine in runs]
         ratios = [f"{medians[0] / other:.2f}" for other in medians[1:]]
         lines.append(f"| {title} | " + " | ".join(f"{m:.2f}" for m in medians) + " | " + " | ".join(ratios) + " |")
     return "\n".join(lines)
@@ -172,6 +186,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--decode", type=int, default=48)
     parser.add_argument("--engines", default=",".join(ENGINES))
+    parser.add_argument("--peer-python", default=sys.executable, help="an interpreter that has xllamacpp and numpy")
     parser.add_argument("--worker", choices=ENGINES, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:

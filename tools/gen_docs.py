@@ -82,11 +82,12 @@ GENERATED = {
 }
 
 
-def with_generated(text: str, generated: str) -> str:
+def with_generated(text: str, generated: str, markers: tuple[str, str] = (BEGIN, END)) -> str:
     """`text` with what stands between its markers replaced."""
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n\n{generated}\n\n{END}{after}"
+    begin, end = markers
+    before, _, rest = text.partition(begin)
+    _, _, after = rest.partition(end)
+    return f"{before}{begin}\n\n{generated}\n\n{end}{after}"
 
 
 def main(arguments: list[str]) -> int:
