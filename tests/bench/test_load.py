@@ -440,6 +440,14 @@ def test_what_a_server_does_not_say_or_do_stands_beside_its_figures(capsys: Capt
     assert (row["output_tokens"], row["cached"], row["counted_by_events"]) == (8, 0.25, 0)
 
 
+INTERRUPTIBLE = """
+import signal, sys
+from expertserve.cli import main
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever the test runner was started under
+sys.exit(main())
+"""
+
+
 def test_ctrl_c_leaves_what_was_measured_and_one_line() -> None:
     reached = threading.Event()
 
@@ -454,7 +462,7 @@ def test_ctrl_c_leaves_what_was_measured_and_one_line() -> None:
     with scripted(script) as server:
         flags = ["--serve", server.url, "--requests", "2", "--concurrency", "1,2,3"]
         with subprocess.Popen(
-            [sys.executable, "-m", "expertserve", "bench", *flags], stdout=-1, stderr=-1, text=True
+            [sys.executable, "-c", INTERRUPTIBLE, "bench", *flags], stdout=-1, stderr=-1, text=True
         ) as process:
             assert reached.wait(60)
             process.send_signal(signal.SIGINT)
