@@ -123,10 +123,11 @@ def _text(path: str) -> str:
 
 
 def _resident_text(found: Mapping[str, Any]) -> str:
+    peer = PEER.replace("==", " ")
     return (
-        f"The same token ids, runs that alternate, a process a run, medians of {found['runs']}; decode after a prompt\n"
-        f"of 512. llama.cpp is {PEER.replace('==', ' ')}, mapped and in its default mode, which repacks weights into\n"
-        f"memory of its own. A figure beside which other processes kept over {QUIET_CORES} cores busy is left out.\n\n"
+        f"The same token ids, alternating, a process a run, {found['runs']} runs or more; decode after a prompt of\n"
+        f"512. Medians of what was measured while other processes kept at most {QUIET_CORES} cores busy. llama.cpp is\n"
+        f"{peer}, mapped and in its default mode, which repacks weights into memory of its own.\n\n"
         f"{found['table']}"
     )
 

@@ -5,7 +5,8 @@
 Each run is a process of its own that loads the file (already in the page cache), answers a 128-token prompt (start to
 first token), then times a 512-token prefill and greedy decode. llama.cpp is the package xllamacpp, in its mapped mode
 and in its default mode, which repacks weights into memory of its own. Medians and ratios are printed as Markdown, every
-run as a JSON line on standard error; a figure beside which others used over 0.3 cores is left out of its median.
+run as a JSON line on standard error; a figure beside which others used over 0.3 cores is left out of its median,
+and more runs follow, twice as many at most.
 """
 
 from __future__ import annotations
@@ -70,6 +71,13 @@ def watched(figures: dict[str, Any], name: str) -> Iterator[None]:
     figures[f"{name}_other_cores"] = round(max(0.0, busy_s() - busy - (time.process_time() - own)) / wall, 2)
 
 
+def started(began: float) -> dict[str, Any]:
+    """Seconds since this process was asked for, and how many cores others used meanwhile."""
+    start = time.time() - began
+    others = busy_s() - float(os.environ["COMPARE_BUSY"]) - time.process_time()
+    return {"start": start, "start_other_cores": round(max(0.0, others) / start, 2)}
+
+
 def run_expertserve(args: argparse.Namespace, began: float) -> dict[str, Any]:
     from expertserve.config import prepare_libraries, resolve
 
@@ -97,9 +105,8 @@ def run_expertserve(args: argparse.Namespace, began: float) -> dict[str, Any]:
         assert isinstance(event, FinishEvent)
         return event
 
-    figures: dict[str, Any] = {}
     answer(prompt(128, 1), 1)
-    figures["start"] = time.time() - began
+    figures = started(began)
     with watched(figures, "prefill"):
         figures["prefill"] = 512 / answer(prompt(512, 2), 1).timings.prompt_ms * 1000
     with watched(figures, "decode"):
@@ -129,9 +136,8 @@ def run_llama_cpp(args: argparse.Namespace, began: float, repack: bool) -> dict[
         timings: dict[str, Any] = last["timings"]
         return timings
 
-    figures: dict[str, Any] = {}
     answer(prompt(128, 1), 1)
-    figures["start"] = time.time() - began
+    figures = started(began)
     with watched(figures, "prefill"):
         figures["prefill"] = answer(prompt(512, 2), 1)["prompt_per_second"]
     with watched(figures, "decode"):
@@ -155,7 +161,7 @@ def worker(args: argparse.Namespace) -> None:
 def measure(args: argparse.Namespace, engine: str) -> dict[str, Any]:
     python = args.peer_python if engine.startswith("llama.cpp") else sys.executable
     command = [python, __file__, args.model, "--threads", str(args.threads), "--decode", str(args.decode)]
-    environment = {**os.environ, "COMPARE_BEGAN": repr(time.time())}
+    environment = {**os.environ, "COMPARE_BEGAN": repr(time.time()), "COMPARE_BUSY": repr(busy_s())}
     done = subprocess.run([*command, "--worker", engine], env=environment, capture_output=True, text=True)
     for line in done.stdout.splitlines():
         if line.startswith("FIGURES "):
@@ -166,14 +172,14 @@ def measure(args: argparse.Namespace, engine: str) -> dict[str, Any]:
 
 
 def quiet(runs: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
-    """Those in which others left the machine alone while the figure was measured; all, where there are none."""
-    return [run for run in runs if run.get(f"{name}_other_cores", 0.0) <= QUIET_CORES] or runs
+    """Those in which others left the machine alone while the figure was measured."""
+    return [run for run in runs if run.get(f"{name}_other_cores", 0.0) <= QUIET_CORES]
 
 
 def table(runs: dict[str, list[dict[str, Any]]]) -> str:
     lines = ["| figure | " + " | ".join(runs) + " | ratio to mapped | to repacked |", "|---" * (len(runs) + 3) + "|"]
     for name, title in FIGURES.items():
-        medians = [statistics.median(run[name] for run in quiet(runs[engine], name)) for engine in runs]
+        medians = [statistics.median(run[name] for run in quiet(runs[engine], name) or runs[engine]) for engine in runs]
         ratios = [f"{medians[0] / other:.2f}" for other in medians[1:]]
         lines.append(f"| {title} | " + " | ".join(f"{m:.2f}" for m in medians) + " | " + " | ".join(ratios) + " |")
     return "\n".join(lines)
@@ -196,7 +202,9 @@ def main() -> None:
         while file.read(1 << 24):
             pass
     runs: dict[str, list[dict[str, Any]]] = {engine: [] for engine in engines}
-    for _ in range(args.runs):
+    for number in range(2 * args.runs):
+        if number >= args.runs and all(len(quiet(of, name)) >= args.runs for of in runs.values() for name in FIGURES):
+            break
         for engine in engines:
             runs[engine].append(measure(args, engine))
     if len(engines) == len(ENGINES):

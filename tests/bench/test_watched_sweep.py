@@ -82,5 +82,7 @@ def test_only_what_stands_between_the_markers_is_written() -> None:
 def test_figures_measured_beside_other_work_are_left_out_of_medians() -> None:
     alone, beside = {"decode": 10.0, "decode_other_cores": 0.1}, {"decode": 4.0, "decode_other_cores": 0.9}
     assert compare_llamacpp.quiet([beside, alone, beside], "decode") == [alone]
-    assert compare_llamacpp.quiet([beside, beside], "decode") == [beside, beside]
-    assert compare_llamacpp.quiet([alone, beside], "start") == [alone, beside]
+    assert compare_llamacpp.quiet([alone, beside], "anon") == [alone, beside]
+    figures = {"prefill": 1.0, "start": 1.0, "anon": 1.0}
+    runs = {name: [run | figures for run in (beside, alone)] for name in compare_llamacpp.ENGINES}
+    assert "| decode tok/s | 10.00 | 10.00 | 10.00 | 1.00 | 1.00 |" in compare_llamacpp.table(runs)
