@@ -42,6 +42,7 @@ def open_forward(
     """A loaded model; `budget` is what `--expert-cache` takes."""
     file = GGUFFile.open(path)
     model = load_model(file, draft=draft)
+    model.fit_context(cells)
     backend = make_backend(device, threads=2, flash_attention=flash)
     backend.check(model.dense_weights(), model.towers.values())
     settings = LaneSettings(

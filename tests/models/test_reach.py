@@ -8,11 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from expertserve.gguf.file import GGUFFile
 from expertserve.models import llama4
 from expertserve.models.batch import Reach
 from expertserve.models.gemma4 import Gemma4
 from expertserve.models.gptoss import GptOss
 from expertserve.models.gqa import GqaModel
+from expertserve.models.registry import load_model
 from tests.engine.test_batching import prompt
 from tests.models.build import make_batch, open_forward
 from tests.parity.oracle import ORACLE
@@ -71,6 +73,23 @@ def test_a_token_of_an_earlier_chunk_counts_only_by_way_of_layers_that_see_all(
         for changed, seen in ((start - 1, not everywhere), (start, True)):
             other = [*tokens[:changed], (tokens[changed] + 1) % 256, *tokens[changed + 1 :]]
             assert np.array_equal(forward(make_batch(other))[-1], whole) != seen
+
+
+@needs_fixtures
+@pytest.mark.shared
+@pytest.mark.parametrize(
+    ("path", "seen"),
+    [
+        (PATH, ["mask.window", "mask"] * 2),
+        (GEMMA, ["mask.window"] * 2 + ["mask"]),
+        (CHUNKED, ["mask.chunk"] * 3 + ["mask"]),
+    ],
+)
+def test_each_layer_attends_as_far_as_its_kind_does(path: Path, seen: list[str]) -> None:
+    model = load_model(GGUFFile.open(path))
+    assert isinstance(model, GqaModel)
+    masks = [model.mask(layer) for layer in range(model.hp.num_layers)]
+    assert masks == seen[: len(masks)] and set(masks) - {"mask"} == set(model.reaches())
 
 
 def test_the_temperature_rises_by_whole_steps_of_the_position() -> None:
