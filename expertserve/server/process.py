@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from queue import SimpleQueue
 
 import uvicorn
 from fastapi import FastAPI
@@ -92,7 +93,7 @@ class ServerProcess:
         assert self._socket is not None, "bind comes before run"
         loader = threading.Thread(target=self._load_model, name="load", daemon=True)
         try:
-            with _signals(self.request_stop, self._reload):
+            with _reloading(self._reload) as ask, _signals(self.request_stop, ask):
                 loader.start()
                 self._http.run(sockets=[self._socket])
                 self._close_model()
@@ -185,6 +186,23 @@ class _HttpServer(uvicorn.Server):
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and not self.ended_at_once:
             await asyncio.sleep(0.02)
+
+
+@contextmanager
+def _reloading(reload: Callable[[], None]) -> Iterator[Callable[[], None]]:
+    """What a signal handler may call to have `reload` run: in a thread, as a handler can be interrupted by itself."""
+    asked: SimpleQueue[bool] = SimpleQueue()  # reentrant
+
+    def work() -> None:
+        while asked.get():
+            reload()
+
+    worker = threading.Thread(target=work, name="reload", daemon=True)
+    worker.start()
+    try:
+        yield lambda: asked.put(True)
+    finally:
+        asked.put(False)
 
 
 @contextmanager
