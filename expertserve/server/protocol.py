@@ -271,6 +271,12 @@ class CompletionBody(GenerationBody):
         super().refuse_unserved()
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise RequestError("'best_of' is served only where it equals 'n'", param="best_of")
+        several = isinstance(self.prompt, list) and not isinstance(self.prompt[0], int)
+        if several and len(self.prompt) * (self.n or 1) > MAX_PROMPTS:
+            raise RequestError(
+                f"{len(self.prompt)} prompts with 'n' of {self.n} are more than {MAX_PROMPTS} answers: send fewer",
+                param="n",
+            )
 
 
 class TokenizeBody(Body):
