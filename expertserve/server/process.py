@@ -191,18 +191,23 @@ class _HttpServer(uvicorn.Server):
 @contextmanager
 def _reloading(reload: Callable[[], None]) -> Iterator[Callable[[], None]]:
     """What a signal handler may call to have `reload` run: in a thread, as a handler can be interrupted by itself."""
-    asked: SimpleQueue[bool] = SimpleQueue()  # reentrant
+    asked: SimpleQueue[None] = SimpleQueue()  # reentrant
+    ended = threading.Event()
 
     def work() -> None:
-        while asked.get():
+        asked.get()
+        while not ended.is_set():
             reload()
+            asked.get()
 
-    worker = threading.Thread(target=work, name="reload", daemon=True)
+    worker = threading.Thread(target=work, name="reload")
     worker.start()
     try:
-        yield lambda: asked.put(True)
+        yield lambda: asked.put(None)
     finally:
-        asked.put(False)
+        ended.set()
+        asked.put(None)
+        worker.join()
 
 
 @contextmanager

@@ -60,9 +60,9 @@ def test_sighup_has_the_keys_read_again(tiny_moe: Path, tmp_path: Path) -> None:
         while not allowed("new"):
             assert time.monotonic() < deadline, "".join(server.lines)
         assert not allowed("old")
-        for _ in range(200):
+        for _ in range(300):
             server.process.send_signal(signal.SIGHUP)
-            time.sleep(0.001)
+            time.sleep(0.003)
         assert allowed("new")
         server.stop()
     assert server.process.returncode == 0 and not any("Traceback" in line for line in server.lines)
