@@ -1,12 +1,26 @@
-"""Fixtures every test folder may use: where the oracle models lie, and a tiny model made on the spot."""
+"""Fixtures every test folder may use: where the oracle models lie, a tiny model made on the spot, logging as it was."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import structlog
 
 from tests.gguf_writer import make_tiny_moe
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before() -> Iterator[None]:
+    """What a test that runs a command has configured of logging writes to a stream that ends with it."""
+    before, level = structlog.get_config(), logging.getLogger().level
+    yield
+    structlog.configure(**before)
+    root = logging.getLogger()
+    root.setLevel(level)
+    root.handlers[:] = [handler for handler in root.handlers if type(handler) is not logging.StreamHandler]
 
 
 @pytest.fixture(scope="session")
