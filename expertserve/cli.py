@@ -191,7 +191,12 @@ _AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object ins
 def _plan(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A GGUF, also one that is still being downloaded.")],
     memory: Annotated[
-        str | None, typer.Option("--memory", metavar="SIZE", help="Memory to plan for. [default: what is free here]")
+        str | None,
+        typer.Option(
+            "--memory",
+            metavar="SIZE",
+            help="Memory to plan for, also of a --device that is not here. [default: what is free here]",
+        ),
     ] = None,
     ctx: Annotated[str | None, typer.Option("--ctx", "-c", metavar="N", help="Tokens of context.")] = None,
     kv_type: Annotated[str | None, typer.Option("--kv-type", metavar="f16|f32|q8_0", help="Of the KV cache.")] = None,

@@ -24,6 +24,7 @@ from expertserve.bench.rates import Run, measure
 from expertserve.config import Settings
 from expertserve.engine.engine import Engine
 from expertserve.engine.states import slots_for
+from expertserve.errors import ConfigError
 from expertserve.experts.batch import ComputeFn
 from expertserve.experts.budget import SlotPlan, least_slots, size_classes
 from expertserve.experts.lane import ExpertLane
@@ -141,8 +142,11 @@ def measure_costs(model: Model, settings: Settings) -> Measured:
     """Runs the miniature of a model.
 
     Raises:
+        ConfigError: the model has one routed layer; a layer's time is that between two of them.
         ExpertServeError: the backend has no kernels for the model, or there is no memory for the miniature.
     """
+    if len(model.towers) < 2:
+        raise ConfigError(f"{model.file.paths[0]}: has one layer with experts; times are taken between two or more")
     layers = sorted(model.towers)[:ROUTED_LAYERS][-1] + 1
     with _world(model.file, settings, layers, "off") as world:
         _point_at_made_up(world.lane)

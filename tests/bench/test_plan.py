@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 
 from expertserve.bench.costs import ComputeCosts, DiskCosts
+from expertserve.bench.miniature import MiniatureFile, measure_costs
 from expertserve.bench.plan import knee_share, predict_decode, traced_hit_rate, usual_hit_rate
 from expertserve.cli import main
+from expertserve.config import resolve
 from expertserve.data import model_path
 from expertserve.errors import ConfigError, GGUFError
 from expertserve.gguf.file import GGUFFile
+from expertserve.models.registry import load_model
 from expertserve.ops.devices import device_reports
 
 TRACE = Path(__file__).parents[1] / "data" / "demo_routing.trace.xz"
@@ -94,6 +97,12 @@ def test_the_formula_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
     assert eval(terms) == pytest.approx(float(total), rel=0.02)
     assert report["decode_tok_s"] == pytest.approx(1000 / report["token_ms"])
     assert report["reads_a_token"] >= 24 * (1 - report["hit_rate"]) * 0.8
+
+
+def test_one_layer_is_too_few_to_time() -> None:
+    model = load_model(MiniatureFile(GGUFFile.open(DEMO), 1))
+    with pytest.raises(ConfigError, match="one layer with experts"):
+        measure_costs(model, resolve({"model": "demo"}))
 
 
 def test_what_would_be_refused_is_said_with_the_loaders_words(capsys: pytest.CaptureFixture[str]) -> None:
