@@ -678,7 +678,8 @@ def resolve(flags: Mapping[str, Any], *, command: str | None = None) -> Settings
         first = error.errors()[0]
         name = str(first["loc"][0])
         reason = first["msg"].removeprefix("Value error, ").replace("Input should", "should", 1)
-        shown = "" if SETTINGS[name].declared.secret else f" {first['input']!r}"
+        value = ",".join(map(str, first["input"])) if isinstance(first["input"], list | tuple) else first["input"]
+        shown = "" if SETTINGS[name].declared.secret else f" {value!r}"
         raise ConfigError(f"{origin.get(name, name)}{shown}: {reason}") from None
     values = {name: getattr(layers, name) for name in SETTINGS}
     if not values["model"] and not (command == "bench" and (values["synth"] or values["serve"])):

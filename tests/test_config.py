@@ -93,6 +93,11 @@ def test_bad_value_names_where_it_came_from_and_itself(tmp_path: Path, monkeypat
     assert refusal().startswith("EXPERTSERVE_PORT '70000': ")
 
 
+def test_bad_value_of_a_list_is_shown_as_it_was_given() -> None:
+    with pytest.raises(ConfigError, match="--budgets '1,200': should be shares"):
+        resolve({"model": "demo", "budgets": ["1,200"]})
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [

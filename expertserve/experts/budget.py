@@ -152,7 +152,8 @@ def _share(budget: ExpertBudget, total: int, all_bytes: int, available_bytes: in
         return min(1.0, budget.amount / all_bytes), f"{budget.amount:.0f} bytes"
     if available_bytes is None:
         return 1.0, "all of them (auto)"
-    return min(1.0, max(0, available_bytes) / all_bytes), f"{max(0, available_bytes)} bytes of memory left (auto)"
+    left = max(0, available_bytes)
+    return min(1.0, left / all_bytes), f"{left / MIB:,.1f} MiB of memory left (auto)"
 
 
 def _divide(classes: Sequence[SizeClass], share: float, least: Sequence[int], all_bytes: int) -> tuple[int, ...] | None:
