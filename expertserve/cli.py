@@ -107,6 +107,11 @@ def _on_a_device(settings: Settings) -> Settings:
     return replace(settings, device=best_device())
 
 
+def _would_break_the_answer(command: str, settings: Settings) -> bool:
+    """Whether statistics that nobody asked for would appear within an answer, both being shown on a terminal."""
+    return command == "run" and "stats_every" not in settings.origin and sys.stdout.isatty() and sys.stderr.isatty()
+
+
 def _start(command: str, flags: dict[str, Any]) -> tuple[Settings, ExpertStats]:
     """Resolves the settings; from here on a process with a model ends with the final statistics line, come what may."""
     settings = resolve(flags, command=command)
@@ -115,7 +120,7 @@ def _start(command: str, flags: dict[str, Any]) -> tuple[Settings, ExpertStats]:
     from expertserve.experts.final_line import install_final_line
     from expertserve.experts.stats import ExpertStats
 
-    stats = ExpertStats(every=settings.stats_every)
+    stats = ExpertStats(every=0 if _would_break_the_answer(command, settings) else settings.stats_every)
     if has_model:
         install_final_line(stats, json_path=settings.stats_json)
     from expertserve import log

@@ -186,7 +186,9 @@ class Settings:
         inert=_no_draft,
     )
     stats_every: int = setting(
-        16, "Steps between two [expert-stream] lines; 0 prints only the last one.", bounds={"ge": 0}
+        16,
+        "Steps between two [expert-stream] lines; 0 prints only the last one, as `run` does on a terminal unless told.",
+        bounds={"ge": 0},
     )
     stats_json: Path | None = setting(
         None, "A file that gets the final statistics as JSON.", parse=file_to_write, default_text="none"

@@ -149,6 +149,31 @@ def test_run_streams_the_same_answer_from_a_flag_and_from_a_pipe(tmp_path: Path)
     assert finish(pipe, "hello")[:2] == (0, answer)
 
 
+def on_a_terminal(*arguments: str) -> str:
+    """What a process shows on a terminal of its own, with both streams."""
+    master, terminal = os.openpty()
+    command = [sys.executable, "-m", "expertserve.cli", *arguments]
+    with subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal) as process:
+        os.close(terminal)
+        shown = b""
+        try:
+            while part := os.read(master, 1 << 16):
+                shown += part
+        except OSError:  # what Linux answers once nobody has the other end any more
+            pass
+    os.close(master)
+    assert process.returncode == 0, shown
+    return shown.decode()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="a terminal as on POSIX")
+def test_statistics_do_not_break_into_an_answer_on_a_terminal_unless_asked_for() -> None:
+    options = ("run", "demo", "-p", "hello", "--temperature", "0", "-n", "20", "--ignore-eos")
+    line = "[expert-stream] steps="
+    assert on_a_terminal(*options).count(line) == 1
+    assert on_a_terminal(*options, "--stats-every", "16").count(line) == 2
+
+
 def test_a_setting_without_effect_is_said_at_start_and_a_refused_load_ends_with_the_final_line(tmp_path: Path) -> None:
     missing = start("run", str(tmp_path / "none.gguf"), "-p", "x", "--temperature", "0", "--seed", "1")
     (tmp_path / "bad.gguf").write_bytes(b"GGUX" + bytes(100))
