@@ -13,8 +13,10 @@ is used. It measures nothing and knows no model.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+from expertserve.experts.lookahead import TRIAL
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,20 @@ def mean_step(steps: Sequence[StepTime]) -> StepTime:
         sum(step.waiting for step in steps) / count,
         sum(step.reads for step in steps) / count,
     )
+
+
+def as_lookahead_says(
+    lookahead: str, foreseen: LookAheadShares, mean: Callable[[LookAheadShares | None], StepTime]
+) -> tuple[StepTime, bool]:
+    """The mean step, and whether look-ahead is on in it: on `auto` where it gains what the lane's trial asks for."""
+    if lookahead == "on":
+        return mean(foreseen), True
+    without = mean(None)
+    if lookahead == "off":
+        return without, False
+    ahead = mean(foreseen)
+    gains = without.seconds / ahead.seconds >= TRIAL.least_gain
+    return (ahead, True) if gains else (without, False)
 
 
 class _Disk:

@@ -11,13 +11,13 @@ import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from time import perf_counter
 
 import numpy as np
 
 from expertserve.bench.costs import DiskCosts
+from expertserve.bench.page_cache import forget
 from expertserve.experts.budget import size_classes
 from expertserve.experts.disk import direct_alignment
 from expertserve.experts.pool import Fill, ReaderPool
@@ -65,7 +65,7 @@ def try_disk(model: Model, threads: int) -> DiskTrial | None:
         if len(here) < 2 * _MANY:
             return None
         if not direct:
-            _drop(paths)
+            forget(paths)
         draws = np.random.default_rng([os.getpid()]).permutation(len(here))
         rounds = max(1, min(len(here), _MOST_BYTES // group.layout.slot_bytes) // (_MANY + 1))
         roles = range(len(group.layout.offsets))
@@ -109,11 +109,3 @@ def _how(slices: int, nbytes: int, threads: int, *, direct: bool) -> str:
     if direct:
         return f"{size}, past the page cache (O_DIRECT)"
     return f"{size}, through the page cache, which was asked to drop the file: it may have kept some"
-
-
-def _drop(paths: Sequence[Path]) -> None:
-    if not hasattr(os, "posix_fadvise"):
-        return
-    for path in paths:
-        with path.open("rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -29,9 +29,18 @@ def drop(paths: Sequence[Path]) -> None:
     for path in paths:
         with open(path, "rb", buffering=0) as file:
             os.fsync(file.fileno())  # a page that is yet to be written stays
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    forget(paths)
     if (share := cached_share(paths)) > COLD:
         raise ConfigError(f"--page-cache cold: {share:.0%} of the model stays cached; does another process map it?")
+
+
+def forget(paths: Sequence[Path]) -> None:
+    """Asks the kernel to forget what it can of the files, where it can be asked; whether it did is not looked at."""
+    if not hasattr(os, "posix_fadvise"):
+        return
+    for path in paths:
+        with open(path, "rb", buffering=0) as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def fill(paths: Sequence[Path]) -> None:

@@ -20,7 +20,15 @@ from pathlib import Path
 
 import numpy as np
 
-from expertserve.bench.costs import ComputeCosts, DiskCosts, LookAheadShares, StepTime, mean_step, step_time
+from expertserve.bench.costs import (
+    ComputeCosts,
+    DiskCosts,
+    LookAheadShares,
+    StepTime,
+    as_lookahead_says,
+    mean_step,
+    step_time,
+)
 from expertserve.bench.disk_probe import DiskTrial, try_disk
 from expertserve.bench.miniature import Measured, measure_costs
 from expertserve.bench.recall import recall_of
@@ -31,7 +39,6 @@ from expertserve.engine.load import memory_needs
 from expertserve.errors import CapacityError, ConfigError, ExpertServeError
 from expertserve.experts.budget import SlotPlan
 from expertserve.experts.knee import fewest_within
-from expertserve.experts.lookahead import TRIAL
 from expertserve.experts.memory import AvailableMemory, available_memory
 from expertserve.experts.opening import LaneSettings, plan_lane
 from expertserve.gguf.file import GGUFFile
@@ -135,15 +142,12 @@ def predict_decode(
         return None
     disk = disk or DiskCosts(1.0, 0.0, 1, 1, 1.0)
     misses = np.random.default_rng(0).binomial(top_k, 1 - hits, (_STEPS, layers))
-    sides = {}
-    for ahead in (False, True):
-        shares = foreseen if ahead else None
-        mean = mean_step([step_time(row, top_k, compute, disk, shares) for row in misses.tolist()])
-        sides[ahead] = Decode(1 / mean.seconds, mean, ahead)
-    if lookahead == "auto":
-        gain = sides[True].tok_s / sides[False].tok_s
-        return sides[hits < 1 and gain >= TRIAL.least_gain]
-    return sides[hits < 1 and lookahead == "on"]
+
+    def mean(shares: LookAheadShares | None) -> StepTime:
+        return mean_step([step_time(row, top_k, compute, disk, shares) for row in misses.tolist()])
+
+    step, ahead = as_lookahead_says(lookahead if hits < 1 else "off", foreseen, mean)
+    return Decode(1 / step.seconds, step, ahead)
 
 
 def predict_prefill(

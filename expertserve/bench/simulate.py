@@ -16,18 +16,25 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from expertserve.bench.costs import ComputeCosts, DiskCosts, LookAheadShares, StepTime, mean_step, step_time
+from expertserve.bench.costs import (
+    ComputeCosts,
+    DiskCosts,
+    LookAheadShares,
+    StepTime,
+    as_lookahead_says,
+    mean_step,
+    step_time,
+)
 from expertserve.bench.disk_probe import try_disk
 from expertserve.bench.memory_probe import memory_rate
 from expertserve.bench.miniature import measure_costs
-from expertserve.bench.plan import USUAL_AHEAD
+from expertserve.bench.plan import USUAL_AHEAD, model_sizes
 from expertserve.bench.recall import recall_of
 from expertserve.bench.replay import POLICIES, Policy, Requests, hits, read_requests, slots_of
 from expertserve.bench.table import print_table
 from expertserve.config import Settings
 from expertserve.data import model_path
 from expertserve.errors import ConfigError
-from expertserve.experts.lookahead import TRIAL
 from expertserve.gguf.file import GGUFFile
 from expertserve.models.model import Model
 from expertserve.models.registry import load_model
@@ -90,11 +97,7 @@ def simulate(
     def mean(shares: LookAheadShares | None) -> StepTime:
         return mean_step([step_time(missed[step].tolist(), chosen, compute, disk, shares) for step in looked_at])
 
-    step, ahead = mean(None), False
-    if lookahead != "off":
-        other = mean(foreseen)
-        if lookahead == "on" or step.seconds / other.seconds >= TRIAL.least_gain:
-            step, ahead = other, True
+    step, ahead = as_lookahead_says(lookahead, foreseen, mean)
     return Simulated(slots, 1 - int(missed[groups].sum()) / asked, 1 / step.seconds, step, ahead)
 
 
@@ -164,11 +167,9 @@ def _disk_costs(model: Model, settings: Settings, said: OtherDisk) -> DiskCosts:
         return said.applied(trial.costs)
     if said.bandwidth is None:
         raise ConfigError("too little of the model is here to try the disk; give --disk-bandwidth")
-    towers = model.towers.values()
-    experts = sum(tower.num_experts for tower in towers)
-    nbytes = sum(tower.num_experts * tower.slice_bytes(i) for tower in towers for i in range(len(tower.slices)))
-    reads = max(len(tower.slices) for tower in towers)
-    return said.applied(DiskCosts(1.0, 0.0, settings.io_threads, reads, nbytes / experts))
+    sizes = model_sizes(model)
+    reads = max(len(tower.slices) for tower in model.towers.values())
+    return said.applied(DiskCosts(1.0, 0.0, settings.io_threads, reads, sizes.expert_bytes / sizes.experts))
 
 
 def _scaled(compute: ComputeCosts, factor: float) -> ComputeCosts:
