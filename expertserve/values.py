@@ -68,13 +68,17 @@ def parse_budget_or_off(value: object) -> ExpertBudget:
 
 def parse_scale(value: object) -> ExpertBudget:
     """A share (25%) or a size (8GiB) of a model."""
+    return _share_or_size(value, "a share of the layers (25%) or a size (8GiB)")
+
+
+def _share_or_size(value: object, expected: str) -> ExpertBudget:
     try:
-        scale = parse_budget(value)
+        budget = parse_budget(value)
     except ValueError:
-        scale = ExpertBudget("auto")
-    if scale.kind not in ("percent", "bytes"):
-        raise ValueError("should be a share of the layers (25%) or a size (8GiB)")
-    return scale
+        budget = ExpertBudget("auto")
+    if budget.kind not in ("percent", "bytes"):
+        raise ValueError(f"should be {expected}")
+    return budget
 
 
 def parse_list(value: object) -> object:
@@ -168,15 +172,7 @@ def parse_budgets(value: object) -> list[ExpertBudget]:
 
 def parse_cap(value: object) -> ExpertBudget | None:
     """A size, or a share of something in percent; nothing where nothing is given."""
-    if value is None:
-        return None
-    try:
-        budget = parse_budget(value)
-    except ValueError:
-        budget = ExpertBudget("auto")
-    if budget.kind not in ("bytes", "percent"):
-        raise ValueError("should be a size (8GiB) or a share of the model's file (50%)")
-    return budget
+    return None if value is None else _share_or_size(value, "a size (8GiB) or a share of the model's file (50%)")
 
 
 def readable_file(value: object) -> Path:
