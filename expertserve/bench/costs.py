@@ -13,7 +13,7 @@ is used. It measures nothing and knows no model.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from expertserve.experts.lookahead import TRIAL
@@ -87,20 +87,6 @@ def mean_step(steps: Sequence[StepTime]) -> StepTime:
     )
 
 
-def as_lookahead_says(
-    lookahead: str, foreseen: LookAheadShares, mean: Callable[[LookAheadShares | None], StepTime]
-) -> tuple[StepTime, bool]:
-    """The mean step, and whether look-ahead is on in it: on `auto` where it gains what the lane's trial asks for."""
-    if lookahead == "on":
-        return mean(foreseen), True
-    without = mean(None)
-    if lookahead == "off":
-        return without, False
-    ahead = mean(foreseen)
-    gains = without.seconds / ahead.seconds >= TRIAL.least_gain
-    return (ahead, True) if gains else (without, False)
-
-
 class _Disk:
     """When reads end; those asked for first come first."""
 
@@ -159,6 +145,36 @@ def step_time(
             waiting += max(0.0, arrival - now)
             now = max(now, arrival) + compute.expert_s + compute.miss_s
     return StepTime(now, waiting, reads)
+
+
+def decode_step(
+    steps: Sequence[Sequence[int]],
+    chosen: int,
+    compute: ComputeCosts,
+    disk: DiskCosts,
+    lookahead: str,
+    foreseen: LookAheadShares,
+) -> tuple[StepTime, bool]:
+    """The mean of decode steps, and whether look-ahead is on in them.
+
+    Args:
+        steps: at least one; of each what `step_time` takes as `misses`.
+        chosen, compute, disk: as there.
+        lookahead: on, off, or auto: on where that gains what the lane's own trial asks for.
+        foreseen: what look-ahead foresees where it is on.
+    """
+
+    def mean(ahead: LookAheadShares | None) -> StepTime:
+        return mean_step([step_time(misses, chosen, compute, disk, ahead) for misses in steps])
+
+    if lookahead == "on":
+        return mean(foreseen), True
+    without = mean(None)
+    if lookahead == "off":
+        return without, False
+    ahead = mean(foreseen)
+    gains = without.seconds / ahead.seconds >= TRIAL.least_gain
+    return (ahead, True) if gains else (without, False)
 
 
 def _guessed(reader: _Disk, at: float, until: float, used: int, wasted: int) -> tuple[list[float], int]:

@@ -20,15 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from expertserve.bench.costs import (
-    ComputeCosts,
-    DiskCosts,
-    LookAheadShares,
-    StepTime,
-    as_lookahead_says,
-    mean_step,
-    step_time,
-)
+from expertserve.bench.costs import ComputeCosts, DiskCosts, LookAheadShares, StepTime, decode_step
 from expertserve.bench.disk_probe import DiskTrial, try_disk
 from expertserve.bench.miniature import Measured, measure_costs
 from expertserve.bench.recall import recall_of
@@ -142,11 +134,8 @@ def predict_decode(
         return None
     disk = disk or DiskCosts(1.0, 0.0, 1, 1, 1.0)
     misses = np.random.default_rng(0).binomial(top_k, 1 - hits, (_STEPS, layers))
-
-    def mean(shares: LookAheadShares | None) -> StepTime:
-        return mean_step([step_time(row, top_k, compute, disk, shares) for row in misses.tolist()])
-
-    step, ahead = as_lookahead_says(lookahead if hits < 1 else "off", foreseen, mean)
+    lookahead = lookahead if hits < 1 else "off"
+    step, ahead = decode_step(misses.tolist(), top_k, compute, disk, lookahead, foreseen)
     return Decode(1 / step.seconds, step, ahead)
 
 

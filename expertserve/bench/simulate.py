@@ -16,15 +16,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from expertserve.bench.costs import (
-    ComputeCosts,
-    DiskCosts,
-    LookAheadShares,
-    StepTime,
-    as_lookahead_says,
-    mean_step,
-    step_time,
-)
+from expertserve.bench.costs import ComputeCosts, DiskCosts, LookAheadShares, StepTime, decode_step
 from expertserve.bench.disk_probe import try_disk
 from expertserve.bench.memory_probe import memory_rate
 from expertserve.bench.miniature import measure_costs
@@ -92,12 +84,9 @@ def simulate(
     asked = int(requests.sizes[groups].sum())
     steps = np.split(groups, np.flatnonzero(np.diff(requests.step_of[groups])) + 1)
     chosen = int(requests.sizes[groups].max())
-    looked_at = [steps[i] for i in np.linspace(0, len(steps) - 1, min(_MOST_STEPS, len(steps))).astype(int).tolist()]
-
-    def mean(shares: LookAheadShares | None) -> StepTime:
-        return mean_step([step_time(missed[step].tolist(), chosen, compute, disk, shares) for step in looked_at])
-
-    step, ahead = as_lookahead_says(lookahead, foreseen, mean)
+    looked_at = np.linspace(0, len(steps) - 1, min(_MOST_STEPS, len(steps))).astype(int).tolist()
+    misses = [missed[steps[i]].tolist() for i in looked_at]
+    step, ahead = decode_step(misses, chosen, compute, disk, lookahead, foreseen)
     return Simulated(slots, 1 - int(missed[groups].sum()) / asked, 1 / step.seconds, step, ahead)
 
 
