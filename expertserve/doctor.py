@@ -5,29 +5,28 @@ Owns the checks and how they are printed. Each check answers for itself; one tha
 
 from __future__ import annotations
 
-import mmap
 import os
 import platform
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Literal
 
 from expertserve import __version__
+from expertserve.config import resolve
 from expertserve.cpus import physical_cores
 from expertserve.data import DEMO_NAME, model_path
 from expertserve.errors import ExpertServeError
-from expertserve.experts.disk import direct_alignment
+from expertserve.experts.disk_trial import open_trial
 from expertserve.experts.memory import available_memory
-from expertserve.experts.probe import read_rate
 from expertserve.gguf.file import GGUFFile
+from expertserve.models.registry import load_model
 from expertserve.ops.devices import device_reports
 
 MIB, GIB = 1 << 20, 1 << 30
 LEAST_DESCRIPTORS = 1024
 _PACKAGES = ("numpy", "ggml-python", "llguidance", "fastapi", "uvicorn")
-_READ_BYTES, _READ_S, _MOST_READ_BYTES = 1 * MIB, 1.0, 32 * GIB
+_TRIAL_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,30 +92,22 @@ def _file(model: str) -> Iterator[Finding]:
         file = GGUFFile.open(model_path(model))
         nbytes = sum(path.stat().st_size for path in file.paths)
         yield Finding("ok", "model", f"{model}: {file.architecture}, {nbytes / GIB:.2f} GiB in {len(file.paths)} files")
-        align = direct_alignment(file.paths)
+        threads = resolve({"model": model}).io_threads
+        with open_trial(load_model(file).towers, file.paths, threads) as (trial, mode):
+            if mode != "direct":
+                yield Finding("note", "disk", "no direct reads on this file system: they go through the page cache")
+            if trial is None:
+                yield Finding("note", "disk", "not timed: hardly an expert is in the file")
+                return
+            trial.take(_TRIAL_S)
+            trial.take(_TRIAL_S)
     except (ExpertServeError, OSError) as error:
         yield Finding("FAIL", "model", " ".join(str(error).split()))
         return
-    if align is None:
-        yield Finding("note", "disk", "no direct reads on this file system: experts come through the page cache")
-    rate = _read_rate(file.paths[0], align)
-    how = "through the page cache" if align is None else f"direct, aligned to {align}"
-    yield Finding("ok", "disk", f"{rate / MIB:.0f} MiB/s by one thread in reads of 1 MiB at random places ({how})")
-
-
-def _read_rate(path: Path, align: int | None) -> float:
-    """Bytes a second of reads at random places, for about a second."""
-    flags = os.O_RDONLY | (os.O_DIRECT if align is not None else 0)
-    descriptor = os.open(path, flags)
-    try:
-        return read_rate(
-            descriptor,
-            path.stat().st_size,
-            read_bytes=_READ_BYTES,
-            align=mmap.PAGESIZE,
-            threads=1,
-            seconds=_READ_S,
-            most_bytes=_MOST_READ_BYTES,
-        )
-    finally:
-        os.close(descriptor)
+    rate = trial.rate()
+    yield Finding(
+        "ok",
+        "disk",
+        f"{rate.bandwidth / 1e9:.2f} GB/s in reads of experts at random, {trial.reads} x "
+        f"{trial.expert_bytes / trial.reads / 1e6:.2f} MB each, by {threads} threads ({mode})",
+    )

@@ -18,7 +18,7 @@ def lines(capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
 def test_a_machine_that_runs_these_tests_is_fit(
     tiny_moe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor, "_READ_S", 0.05)
+    monkeypatch.setattr(doctor, "_TRIAL_S", 0.05)
     assert main(["doctor", str(tiny_moe)]) == 0
     found = lines(capsys)
     assert {"program", "package", "processor", "device", "memory", "model", "disk"} <= {
@@ -26,7 +26,7 @@ def test_a_machine_that_runs_these_tests_is_fit(
     }
     assert "FAIL" not in {verdict for verdict, _, _ in found}
     texts = {subject: text for _, subject, text in found}
-    assert "qwen3moe" in texts["model"] and "MiB/s" in texts["disk"]
+    assert "qwen3moe" in texts["model"] and "GB/s" in texts["disk"]
 
 
 def test_what_is_in_the_way_is_named_and_the_rest_still_said(
@@ -44,7 +44,7 @@ def test_what_is_in_the_way_is_named_and_the_rest_still_said(
 def test_memory_is_named_with_what_limits_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor, "_READ_S", 0.0)
+    monkeypatch.setattr(doctor, "_TRIAL_S", 0.0)
     monkeypatch.setattr(doctor, "available_memory", lambda: AvailableMemory(3 << 30, "a test"))
     main(["doctor"])
     assert ["ok", "memory", "3.0 GiB to be had, by a test"] in lines(capsys)

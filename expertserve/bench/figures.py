@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from statistics import harmonic_mean, median
 from typing import Any
 
-from expertserve.bench.disk_probe import try_disk
+from expertserve.bench.disk_probe import probe_disk
 from expertserve.bench.memory_probe import memory_rate
 from expertserve.bench.plan import Sizes, model_sizes
 from expertserve.bench.verdict import SLACK_BYTES, Report
@@ -83,8 +83,9 @@ def probe(settings: Settings) -> Machine:
     with closing(GGUFFile.open(model_path(settings.model))) as file:
         model = load_model(file)
         sizes = model_sizes(model)
-        trial = try_disk(model, settings.io_threads)
-    disk = None if trial is None else Bandwidth(max(trial.costs.bandwidth, trial.first_bandwidth), "probe")
+        with probe_disk(model, settings.io_threads) as probe:
+            rate = probe.rate
+    disk = None if rate is None else Bandwidth(max(rate.fastest, rate.first), "probe")
     return Machine(sizes, Bandwidth(memory_rate(settings.threads), "probe"), disk)
 
 

@@ -9,7 +9,7 @@ shows what a read costs the processor. Invariant: no weight of the file is compu
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from statistics import median
@@ -138,8 +138,13 @@ class _World:
         return run, _periods(self.lane.moments)
 
 
-def measure_costs(model: Model, settings: Settings) -> Measured:
+def measure_costs(model: Model, settings: Settings, between: Callable[[], None] = lambda: None) -> Measured:
     """Runs the miniature of a model.
+
+    Args:
+        model: the whole one.
+        settings: those of serving.
+        between: called after each part, for what is to be measured over the same seconds.
 
     Raises:
         ConfigError: the model has one routed layer; a layer's time is that between two of them.
@@ -168,12 +173,15 @@ def measure_costs(model: Model, settings: Settings) -> Measured:
         layer_s, experts_s = _typical([p for p in prefill_periods if p.rows == rows])
         rest_s = max(0.0, chunk.first_token_ms[0] / 1000 - routed * layer_s)
         prefill = PrefillCosts(rows, layer_s - experts_s, experts_s, rest_s)
+        between()
         streamed = _is_here(world.model)
         if streamed:
             compute = _with_reads(compute, world)
+            between()
     if streamed and settings.lookahead != "off":
         with _world(model.file, settings, layers, "on") as world:
             compute = _with_guesses(compute, world)
+            between()
     return Measured(compute, prefill, routed, streamed)
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from expertserve.bench.costs import ComputeCosts, DiskCosts, LookAheadShares, StepTime, decode_step
-from expertserve.bench.disk_probe import DiskTrial, try_disk
+from expertserve.bench.disk_probe import DiskProbe, probe_disk
 from expertserve.bench.miniature import Measured, measure_costs
 from expertserve.bench.recall import recall_of
 from expertserve.bench.replay import POLICIES, hit_rate, read_requests, slots_of
@@ -228,13 +228,14 @@ def _prediction(
     }
     if device_workspace(settings.device, 0) is not None:
         report["not_counted"] = "experts that --host-cache keeps, which come faster than from the file"
-    trial = try_disk(model, settings.io_threads)
-    disk = None if trial is None else trial.costs
-    report |= _about_disk(trial, reader)
-    try:
-        measured = measure_costs(model, settings)
-    except ExpertServeError as error:
-        return report | {"not_measured": str(error), "decode_tok_s": None, "prefill_tok_s": None}
+    with probe_disk(model, settings.io_threads) as probe:
+        try:
+            measured = measure_costs(model, settings, between=probe.take)
+        except ExpertServeError as error:
+            not_measured = {"not_measured": str(error), "decode_tok_s": None, "prefill_tok_s": None}
+            return report | _about_disk(probe, reader) | not_measured
+        disk = probe.costs
+        report |= _about_disk(probe, reader)
 
     def decode(share: float) -> Decode | None:
         rate = hits(share) if share < 1 else 1.0
@@ -248,15 +249,18 @@ def _prediction(
     return report | {"curve": rows}
 
 
-def _about_disk(trial: DiskTrial | None, reader: str) -> dict[str, object]:
-    if trial is None:
-        return {"disk_bytes_s": None, "disk_trial": "too little of the file is here"}
+def _about_disk(probe: DiskProbe, reader: str) -> dict[str, object]:
+    rate = probe.rate
+    if rate is None:
+        return {"disk_bytes_s": None, "disk_trial": probe.how}
     cached = "" if reader == "direct" else "; serving would read through the page cache, faster where it has the file"
     return {
-        "disk_bytes_s": trial.costs.bandwidth,
-        "disk_first_bytes_s": trial.first_bandwidth,
-        "disk_latency_ms": 1000 * trial.costs.latency_s,
-        "disk_trial": trial.how + cached,
+        "disk_bytes_s": rate.bandwidth,
+        "disk_slowest_bytes_s": rate.slowest,
+        "disk_fastest_bytes_s": rate.fastest,
+        "disk_first_bytes_s": rate.first,
+        "disk_latency_ms": 1000 * rate.latency_s,
+        "disk_trial": probe.how + cached,
     }
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from expertserve.bench.costs import ComputeCosts, DiskCosts, LookAheadShares, StepTime, decode_step
-from expertserve.bench.disk_probe import try_disk
+from expertserve.bench.disk_probe import probe_disk
 from expertserve.bench.memory_probe import memory_rate
 from expertserve.bench.miniature import measure_costs
 from expertserve.bench.plan import USUAL_AHEAD, model_sizes
@@ -116,8 +116,11 @@ def show_simulation(
     with closing(GGUFFile.open(model_path(settings.model), partial=True)) as file:
         model = load_model(file)
         _require_same(trace, requests, model)
-        costs = _disk_costs(model, settings, disk)
-        compute = measure_costs(model, settings).compute
+        with probe_disk(model, settings.io_threads) as probe:
+            if probe.costs is None and disk.bandwidth is None:
+                raise ConfigError("too little of the model is here to try the disk; give --disk-bandwidth")
+            compute = measure_costs(model, settings, between=probe.take).compute
+            costs = disk.applied(probe.costs or _unknown_disk(model, settings))
     if memory_bandwidth is not None:
         compute = _scaled(compute, memory_rate(settings.threads) / memory_bandwidth)
     foreseen = USUAL_AHEAD if recall is None else recall.shares
@@ -150,15 +153,11 @@ def _require_same(trace: Path, requests: Requests, model: Model) -> None:
         raise ConfigError(f"{trace}: not a trace of this model; its layers or experts are others")
 
 
-def _disk_costs(model: Model, settings: Settings, said: OtherDisk) -> DiskCosts:
-    trial = try_disk(model, settings.io_threads)
-    if trial is not None:
-        return said.applied(trial.costs)
-    if said.bandwidth is None:
-        raise ConfigError("too little of the model is here to try the disk; give --disk-bandwidth")
+def _unknown_disk(model: Model, settings: Settings) -> DiskCosts:
+    """A disk of which nothing is known but what is read of it."""
     sizes = model_sizes(model)
     reads = max(len(tower.slices) for tower in model.towers.values())
-    return said.applied(DiskCosts(1.0, 0.0, settings.io_threads, reads, sizes.expert_bytes / sizes.experts))
+    return DiskCosts(1.0, 0.0, settings.io_threads, reads, sizes.expert_bytes / sizes.experts)
 
 
 def _scaled(compute: ComputeCosts, factor: float) -> ComputeCosts:

@@ -14,8 +14,10 @@ from time import perf_counter
 import numpy as np
 from numpy.typing import NDArray
 
+from expertserve.errors import ExpertReadError
 from expertserve.experts.batch import ComputeFn, SlotBatch
 from expertserve.experts.budget import SlotPlan
+from expertserve.experts.disk_trial import trial_with
 from expertserve.experts.grouping import group_pairs, one_row
 from expertserve.experts.kernels import RunningKernels
 from expertserve.experts.lookahead import MOST_ROWS, WIDE, LookAhead
@@ -29,7 +31,6 @@ from expertserve.experts.opening import (
     open_parts,
 )
 from expertserve.experts.preload import Progress, absent_keys, file_order, hottest_keys, preload
-from expertserve.experts.probe import disk_rate
 from expertserve.experts.profile import save_profile
 from expertserve.experts.reader import FileReader
 from expertserve.experts.stats import ExpertStats, write_line
@@ -134,12 +135,19 @@ class ExpertLane:
         return preload(wanted, self.pool, self.stats, depth=depth, progress=progress, should_stop=should_stop)
 
     def disk_rate(self) -> float | None:
-        """Bytes a second at which its threads could read slices of experts, by a short trial; None where none is read
-        any more or nothing can be said. For a lane that is idle."""
+        """Bytes a second at which its threads could read experts, by a short trial; None where none is read any more or
+        nothing can be said. For a lane that is idle."""
         if self._unstreamed is not None or self.plan.all_resident:
             return None
-        nbytes = max(max(group.layout.region_bytes) for group in self.plan.classes)
-        return disk_rate(self.pool.reader, nbytes, self._settings.threads, seconds=_TRIAL_S)
+        try:
+            with trial_with(self.pool, self.plan.classes) as trial:
+                if trial is None:
+                    return None
+                trial.take(_TRIAL_S)
+                trial.take(_TRIAL_S)
+        except ExpertReadError:
+            return None
+        return trial.rate().bandwidth
 
     def save_profile(self) -> str | None:
         """Saves hotness to the profile, if there is one and anything ran; returns a warning where that failed."""
