@@ -1,6 +1,6 @@
 """`make bench`: measures a model beside llama.cpp and over budgets, and writes what docs/BENCHMARKS.md says of it.
 
-    python -m tools.bench_docs [MODEL] [--parts resident,budgets] [--runs 3]
+    python -m tools.bench_docs [MODEL] [--parts resident,budgets,plan] [--runs 3]
 
 Without MODEL a synthetic one is made first. llama.cpp, the package xllamacpp, is installed into an environment of its
 own below build/. Measurements stay there too, a file a part, and parts that are not asked for are taken from them.
@@ -26,6 +26,8 @@ from typing import Any
 from expertserve.bench.verdict import SLACK_BYTES, TOLERANCE
 from expertserve.cpus import physical_cores
 from tools.compare_llamacpp import QUIET_CORES
+from tools.compare_plan import DECODE as DECODED
+from tools.compare_plan import PROMPT as PROMPTED
 from tools.gen_docs import with_generated
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,7 +39,6 @@ PEER = "xllamacpp==2026.10.11549"
 PRESET = "small"
 BUDGETS = ("10", "25", "50", "75", "100")
 RUNS, PROMPT, DECODE = 3, 256, 48
-PARTS = ("resident", "budgets")
 
 
 def synthetic() -> Path:
@@ -74,6 +75,14 @@ def measure_budgets(model: Path, runs: int) -> dict[str, Any]:
     return result | {"runs": runs}
 
 
+def measure_plan(model: Path, runs: int) -> dict[str, Any]:
+    command = [sys.executable, "-m", "tools.compare_plan", str(model), "--runs", str(runs)]
+    return {"runs": runs, "table": _run(command).strip()}
+
+
+PARTS = {"resident": measure_resident, "budgets": measure_budgets, "plan": measure_plan}
+
+
 def budgets_arguments(model: str, runs: int) -> list[str]:
     shape = ["--prompt-tokens", str(PROMPT), "--decode-tokens", str(DECODE), "--repetitions", str(runs)]
     return [model, "--budgets", ",".join(BUDGETS), "--reader", "direct", *shape]
@@ -91,7 +100,7 @@ def measured(part: str, model: Path, runs: int, *, anew: bool) -> dict[str, Any]
     path = WORK / f"{part}.json"
     key = {"model": model.name, "file_bytes": model.stat().st_size}
     if anew:
-        found = (measure_resident if part == "resident" else measure_budgets)(model, runs)
+        found = PARTS[part](model, runs)
         path.write_text(json.dumps(key | found | key | {"when": date.today().isoformat()}, indent=1) + "\n")
     kept: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     return kept if key.items() <= kept.items() else None
@@ -107,6 +116,8 @@ def section(parts: Mapping[str, Mapping[str, Any] | None]) -> str:
         texts += ["### With the file in memory, beside llama.cpp", _resident_text(resident)]
     if budgets := parts["budgets"]:
         texts += ["### Over budgets of memory", _budgets_text(budgets)]
+    if plan := parts["plan"]:
+        texts += ["### What `plan` and `trace simulate` predict, and what then was measured", _plan_text(plan)]
     return "\n\n".join(texts)
 
 
@@ -129,6 +140,15 @@ def _resident_text(found: Mapping[str, Any]) -> str:
         f"512. Medians of what was measured while other processes kept at most {QUIET_CORES} cores busy. llama.cpp is\n"
         f"{peer}, mapped and in its default mode, which repacks weights into memory of its own.\n\n"
         f"{found['table']}"
+    )
+
+
+def _plan_text(found: Mapping[str, Any]) -> str:
+    return (
+        f"Alternating, a process each, {found['runs']} rounds or more; {DECODED} tokens after a prompt of {PROMPTED},\n"
+        f"direct reads. Medians (least, most) of what ran while others kept at most {QUIET_CORES} cores busy;\n"
+        "ratios are of `plan` and of `trace simulate` to what was measured. The plan assumes the usual hit rate, the\n"
+        f"simulation has the trace of the run.\n\n{found['table']}"
     )
 
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tools import bench_docs, compare_llamacpp
+from expertserve.data import model_path
+from tools import bench_docs, compare_llamacpp, compare_plan
 from tools.gen_docs import with_generated
 from tools.watched_sweep import Process
 
@@ -61,7 +62,7 @@ def test_the_document_has_every_row_and_what_does_not_count_says_why() -> None:
         "outside": [{"row": "25%", "decode_tok_s": 10.0, "disk_bytes_token": 5e7, "outside_tok_s": 10.4,
                      "outside_bytes_token": 5.1e7}],
     }  # fmt: skip
-    text = bench_docs.section({"resident": None, "budgets": found})
+    text = bench_docs.section({"resident": None, "budgets": found, "plan": None})
     rows = [line for line in text.splitlines() if line.startswith("| ")]
     assert [line.split(" | ")[0] for line in rows] == ["| slots", "| all (control)", "| 25%", "| slots", "| 25%"]
     assert len({line.count("|") for line in rows[:3]}) == 1
@@ -86,3 +87,23 @@ def test_figures_measured_beside_other_work_are_left_out_of_medians() -> None:
     figures = {"prefill": 1.0, "start": 1.0, "anon": 1.0}
     runs = {name: [run | figures for run in (beside, alone)] for name in compare_llamacpp.ENGINES}
     assert "| decode tok/s | 10.00 | 10.00 | 10.00 | 1.00 | 1.00 |" in compare_llamacpp.table(runs)
+
+
+def test_a_plan_a_run_and_its_simulation_alternate() -> None:
+    found = compare_plan.compare(Path(model_path("demo")), 1, ["50"])
+    assert [run["kind"] for run in found[:3]] == ["plan", "simulated", "measured"]
+    assert all(run["tok_s"] > 0 and run["waiting_ms"] >= 0 for run in found)
+    assert found[0]["hit_rate"] == pytest.approx(0.846) and 0 < found[1]["hit_rate"] < 1
+
+
+def test_predictions_are_compared_by_medians_of_what_was_left_alone() -> None:
+    def runs(kind: str, others: float, *rates: float) -> list[dict[str, Any]]:
+        each = {"kind": kind, "share": "25", "hit_rate": 0.6, "waiting_ms": 7.0, "others": others}
+        return [each | {"tok_s": rate} for rate in rates]
+
+    found = runs("plan", 0.1, 5.0, 6.0, 7.0) + runs("plan", 0.9, 99.0)
+    found += runs("simulated", 0.0, 4.0) + runs("measured", 0.0, 8.0, 2.0, 4.0)
+    rates = "6.00 (5.00, 7.00) | 4.00 (4.00, 4.00) | 4.00 (2.00, 8.00)"
+    assert (
+        compare_plan.table(found).splitlines()[-1] == f"| 25% | {rates} | 1.50, 1.00 | 7.0, 7.0, 7.0 | 0.600, 0.600 |"
+    )
