@@ -30,7 +30,7 @@ from expertserve.server.messages import CountBody, MessageEvents, MessageRespons
 from expertserve.server.metrics import CONTENT_TYPE, ServerMetrics
 from expertserve.server.page import add_page
 from expertserve.server.process import ServerProcess
-from expertserve.server.prompts import chat_choices, chat_prompt, check_ids, completion_choices
+from expertserve.server.prompts import chat_choices, chat_text, check_ids, completion_choices
 from expertserve.server.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, tools_for_template
 from expertserve.server.reload import Reloader, server_settings
 from expertserve.server.responses import ResponseBody, ResponseEvents, ResponsesBody
@@ -205,13 +205,9 @@ def _add_token_routes(app: FastAPI, state: ServerState) -> None:
 
 def _tokenize(body: TokenizeBody, model: ServedModel) -> list[int]:
     if body.messages is not None:
-        return chat_prompt(
-            model,
-            body.messages,
-            tools_for_template(body.tools),
-            body.add_generation_prompt,
-            body.chat_template_kwargs or {},
-        )[1]
+        tools, kwargs = tools_for_template(body.tools), body.chat_template_kwargs or {}
+        text = chat_text(model, body.messages, tools, body.add_generation_prompt, kwargs)
+        return model.tokenizer.encode(text, add_special=True, parse_special=True)
     if body.prompt is not None:
         text, add_special = body.prompt, body.add_special_tokens
     else:

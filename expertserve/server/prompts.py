@@ -45,8 +45,8 @@ def chat_choices(
         kwargs.setdefault("reasoning_effort", known_effort(body.reasoning_effort, model))
     if body.reasoning_effort == "none":
         kwargs.setdefault("enable_thinking", False)
-    text, prompt = chat_prompt(model, body.messages, tools, body.add_generation_prompt is not False, kwargs)
-    check_length(prompt, model, max_tokens, "messages")
+    text = chat_text(model, body.messages, tools, body.add_generation_prompt is not False, kwargs)
+    prompt = _encoded(text, model, max_tokens, "messages")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     _check_logprobs(logprobs, "top_logprobs", model)
     form, parser = answer_form(body, model, text)
@@ -62,8 +62,7 @@ def completion_choices(
     max_tokens = _limit(DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens)
     prompts, texts = [], []
     for prompt in _as_list(body.prompt):
-        text, ids = _completion_prompt(prompt, body, model)
-        check_length(ids, model, max_tokens, "prompt")
+        text, ids = _completion_prompt(prompt, body, model, max_tokens)
         prompts.append(ids)
         texts.append(text)
     _check_logprobs(body.logprobs, "logprobs", model)
@@ -76,26 +75,25 @@ def completion_choices(
     return choices, texts
 
 
-def chat_prompt(
+def chat_text(
     model: ServedModel,
     messages: list[ChatMessage],
     tools: list[dict[str, Any]] | None,
     add_generation_prompt: bool,
     kwargs: dict[str, Any],
-) -> tuple[str, list[int]]:
-    """A conversation as text and token ids; a rendered template has no BOS where encoding adds it."""
+) -> str:
+    """A conversation as text; a rendered template has no BOS where encoding adds it."""
     if model.chat_template is None:
         raise RequestError("the model has no chat template: start the server with one, or use /v1/completions")
     if reserved := _RESERVED_TEMPLATE_NAMES & kwargs.keys():
         name = min(reserved)
         raise RequestError(f"'{name}' is a field of its own", param=f"chat_template_kwargs.{name}")
-    text = model.chat_template.render(
+    return model.chat_template.render(
         [message.for_template(index) for index, message in enumerate(messages)],
         tools=tools,
         add_generation_prompt=add_generation_prompt,
         **kwargs,
     )
-    return text, model.tokenizer.encode(text, add_special=True, parse_special=True)
 
 
 def _as_list(prompt: str | list[int] | list[str] | list[list[int]]) -> list[str | list[int]]:
@@ -106,12 +104,24 @@ def _as_list(prompt: str | list[int] | list[str] | list[list[int]]) -> list[str 
     return [part for part in prompt if not isinstance(part, int)]
 
 
-def _completion_prompt(prompt: str | list[int], body: CompletionBody, model: ServedModel) -> tuple[str, list[int]]:
+def _completion_prompt(
+    prompt: str | list[int], body: CompletionBody, model: ServedModel, max_tokens: int | None
+) -> tuple[str, list[int]]:
     if isinstance(prompt, str):
-        add_special = body.add_special_tokens is not False
-        return prompt, model.tokenizer.encode(prompt, add_special=add_special, parse_special=True)
+        return prompt, _encoded(prompt, model, max_tokens, "prompt", body.add_special_tokens is not False)
     check_ids(prompt, model, "prompt")
+    _check_length(len(prompt), model, max_tokens, "prompt")
     return model.tokenizer.decode(prompt, skip_special=False) if body.echo else "", prompt
+
+
+def _encoded(text: str, model: ServedModel, max_tokens: int | None, param: str, add_special: bool = True) -> list[int]:
+    """The tokens of a text that may fit the context; one that cannot is refused without encoding it."""
+    least = model.tokenizer.min_tokens(text)
+    if least > model.context_length:
+        raise _too_long(f"at least {least}", model, param)
+    ids = model.tokenizer.encode(text, add_special=add_special, parse_special=True)
+    _check_length(len(ids), model, max_tokens, param)
+    return ids
 
 
 def check_ids(ids: list[int], model: ServedModel, param: str) -> None:
@@ -122,18 +132,21 @@ def check_ids(ids: list[int], model: ServedModel, param: str) -> None:
         )
 
 
-def check_length(prompt: list[int], model: ServedModel, max_tokens: int | None, param: str) -> None:
+def _check_length(num_tokens: int, model: ServedModel, max_tokens: int | None, param: str) -> None:
     """Where anything is to be generated, at least one token must fit behind the prompt."""
-    if not prompt:
+    if not num_tokens:
         raise RequestError("the prompt has no tokens", param=param)
-    needed = len(prompt) + (0 if max_tokens == 0 else 1)
-    if needed > model.context_length:
-        raise RequestError(
-            f"This model's maximum context length is {model.context_length} tokens. However, your {param} resulted in "
-            f"{len(prompt)} tokens. Please reduce the length of the {param}.",
-            param=param,
-            code="context_length_exceeded",
-        )
+    if num_tokens + (0 if max_tokens == 0 else 1) > model.context_length:
+        raise _too_long(str(num_tokens), model, param)
+
+
+def _too_long(num_tokens: str, model: ServedModel, param: str) -> RequestError:
+    return RequestError(
+        f"This model's maximum context length is {model.context_length} tokens. However, your {param} resulted in "
+        f"{num_tokens} tokens. Please reduce the length of the {param}.",
+        param=param,
+        code="context_length_exceeded",
+    )
 
 
 def _limit(max_tokens: int | None) -> int | None:

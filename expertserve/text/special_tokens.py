@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from expertserve.text.vocabulary import SPECIAL, TokenKind, Vocabulary
 
-_C_SPACES = " \t\n\v\f\r"
+C_SPACES = " \t\n\v\f\r"
 
 
 class SpecialTokens:
@@ -41,7 +41,7 @@ class SpecialTokens:
             if index:
                 cut.append(token)
                 if token in self._strip_after:
-                    part = part.lstrip(_C_SPACES)
+                    part = part.lstrip(C_SPACES)
             if part:
                 cut.append(part)
         return cut

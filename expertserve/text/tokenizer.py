@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 
 from expertserve.errors import RequestError
 from expertserve.text.byte_pairs import BytePairEncoder, byte_alphabet
+from expertserve.text.floor import TokenFloor
 from expertserve.text.sentencepiece import ScoreMerger
 from expertserve.text.special_tokens import SpecialTokens
 from expertserve.text.stream import NO_MARKS, StreamDecoder
@@ -42,6 +43,7 @@ class Tokenizer:
             self._model = ScoreMerger(vocabulary.ids, vocabulary.scores)
         else:
             self._model = BytePairEncoder(vocabulary.ids, vocabulary.merges, vocabulary.pretokenizer)
+        self._floor = TokenFloor(vocabulary)
         self._bytes: dict[int, bytes] = {}
         self.vocab_size = len(vocabulary.tokens)
         self.bos_id = vocabulary.roles.get("bos")
@@ -68,8 +70,7 @@ class Tokenizer:
             add_special: add BOS and EOS where the model wants them.
             parse_special: recognise control tokens spelt out in the text. Off for text from outside.
         """
-        if not text.isascii():
-            text = _SURROGATES.sub("\ufffd", text)
+        text = _whole(text)
         output: list[int] = []
         if add_special and self.add_bos and self.bos_id is not None:
             output.append(self.bos_id)
@@ -88,6 +89,10 @@ class Tokenizer:
         if add_special and self.add_eos and self.eos_id is not None:
             output.append(self.eos_id)
         return output
+
+    def min_tokens(self, text: str) -> int:
+        """Returns a number of tokens that `encode` cannot go below, hundreds of times faster than encoding."""
+        return self._floor(_whole(text).encode())
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
         """Returns the text of a whole sequence, the inverse of `encode`.
@@ -154,3 +159,8 @@ class Tokenizer:
         if pretokenizer is None or not pretokenizer.byte_level:
             return text.replace("\u2581", " ").encode()
         return b"".join(bytes([_BYTES[char]]) if char in _BYTES else char.encode() for char in text)
+
+
+def _whole(text: str) -> str:
+    """Returns the text with halves of surrogate pairs replaced."""
+    return text if text.isascii() else _SURROGATES.sub("\ufffd", text)

@@ -46,6 +46,9 @@ class ByteTokenizer:
     def encode(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
         return [BOS] * add_special + list(text.encode("utf-8", "replace"))
 
+    def min_tokens(self, text: str) -> int:
+        return len(text.encode("utf-8", "replace"))
+
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
         bytes_of = self.shown if skip_special else self.token_bytes
         return b"".join(map(bytes_of, ids)).decode("utf-8", "replace")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 from contextlib import closing
 from typing import Any
 
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from expertserve.errors import ExpertReadError
 from expertserve.models.batch import Batch
 from expertserve.server.protocol import ChatBody, CompletionBody
-from tests.server.hash_world import CONTEXT, MODEL, VOCAB, World
+from tests.server.hash_world import CONTEXT, MODEL, VOCAB, ByteTokenizer, World
 from tests.server.worlds import Running, running
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -188,6 +189,33 @@ def test_too_long_a_prompt_is_refused_before_it_queues(server: Running, stream: 
         server.client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "x" * CONTEXT}])
     assert caught.value.code == "context_length_exceeded"
     assert server.world.engine.snapshot()["rows"] == before
+
+
+class Refusing(ByteTokenizer):
+    """Fails on a text that no context holds."""
+
+    def encode(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
+        assert len(text) <= CONTEXT + 1, "encoded in vain"
+        return super().encode(text, add_special=add_special, parse_special=parse_special)
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded() -> None:
+    long = "x" * 4 * CONTEXT
+    said = [{"role": "user", "content": long}]
+    with running(World(tokenizer=Refusing())) as server:
+        for path, body in (
+            (TEXT, {"prompt": long}),
+            (TEXT, {"prompt": ["short", long]}),
+            (CHAT, {"messages": said}),
+            ("/v1/responses", {"input": long}),
+            ("/v1/messages", {"messages": said, "max_tokens": 1}),
+            ("/v1/messages/count_tokens", {"messages": said}),
+        ):
+            error = error_of(server.post(path, **body), 400)
+            assert error["code"] == "context_length_exceeded"
+            least = re.search(r"resulted in at least (\d+) tokens", error["message"])
+            assert least and 4 * CONTEXT <= int(least[1]) < 4 * CONTEXT + 20
+        assert server.post(TEXT, prompt="x" * (CONTEXT - 2), max_tokens=1).status_code == 200
 
 
 def test_a_prompt_that_fills_the_context_can_be_evaluated_but_not_continued(server: Running) -> None:

@@ -66,6 +66,45 @@ def test_a_stream_of_any_tokens_is_the_text_of_all_their_bytes(tokenizer: Tokeni
 
 
 @pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS)
+def by_character() -> Tokenizer:
+    return Tokenizer.from_gguf(Source(vocabularies.train_characters(TEXTS, 600).metadata("gemma4", bos_token_id=0)))
+
+
+def swallowing() -> Tokenizer:
+    """Special tokens swallow the white space behind them, and a byte has no token."""
+    vocabulary = vocabularies.train_bytes(TEXTS, 600)
+    vocabulary.set("<s>", CONTROL)
+    vocabulary.tokens[vocabulary.tokens.index("z")] = "<|end|>"
+    return Tokenizer.from_gguf(Source(vocabulary.metadata("gpt2", "qwen2", eos_token_id=1) | {"general.name": "Phi-3"}))
+
+
+FLOORS = {**TOKENIZERS, "by character": by_character(), "swallowing": swallowing()}
+
+
+@pytest.mark.parametrize("tokenizer", FLOORS.values(), ids=FLOORS)
+@given(data=st.data())
+@settings(max_examples=200, deadline=None)
+def test_no_text_has_fewer_tokens_than_its_floor(tokenizer: Tokenizer, data: st.DataObject) -> None:
+    ids = st.integers(0, tokenizer.vocab_size - 1)
+    spelt = ids.map(tokenizer.token_text)  # texts that come near the floor: long tokens, again and again
+    longest = st.sampled_from(
+        sorted(range(tokenizer.vocab_size), key=lambda id_: -len(tokenizer.token_bytes(id_)))[:20]
+    )
+    pieces = spelt | longest.map(lambda id_: tokenizer.token_text(id_) * 9) | st.text(max_size=9) | st.just("z" * 9)
+    text = "".join(data.draw(st.lists(pieces, max_size=12)))
+    for parse_special in (False, True):
+        ids_of = tokenizer.encode(text, add_special=False, parse_special=parse_special)
+        assert tokenizer.min_tokens(text) <= len(ids_of)
+
+
+@pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS)
+def test_the_floor_is_no_worse_than_a_text_of_longest_tokens(tokenizer: Tokenizer) -> None:
+    longest = max(len(tokenizer.token_text(id_).encode()) for id_ in range(tokenizer.vocab_size))
+    for text in TEXTS:
+        least = len(text.encode()) / (3 * longest)  # a space is as long as U+2581, which merging by score has for it
+        assert tokenizer.min_tokens(text * 100) >= int(100 * least)
+
+
 def test_a_stream_never_shows_part_of_a_character(tokenizer: Tokenizer) -> None:
     for text in TEXTS:
         stream = tokenizer.stream()
