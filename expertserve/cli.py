@@ -129,6 +129,8 @@ def _start(command: str, flags: dict[str, Any]) -> tuple[Settings, ExpertStats]:
     logger = log.get_logger(__name__)
     for line in settings.inert(command):
         logger.warning(line)
+    if has_model and (crowded := settings.crowded()):
+        logger.warning(crowded)
     return settings, stats
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from expertserve.cpus import physical_cores
+from expertserve.cpus import physical_cores, usable_cpus
 from expertserve.declare import COMMANDS, ENV_PREFIX, declarations, setting
 from expertserve.errors import ConfigError
 from expertserve.values import (
@@ -85,8 +85,9 @@ def _chats(settings: Settings) -> str | None:
     return "--arrival is chat, so --rate says how many come" if settings.arrival == "chat" else None
 
 
-def _on_gpu(settings: Settings) -> str | None:
-    return "the GPU computes" if settings.device == "cuda" else None
+def _not_on_cpu(settings: Settings) -> str | None:
+    others = {"cuda": "the GPU computes", "reference": "the reference computes with NumPy"}
+    return others.get(settings.device)
 
 
 def _not_on_gpu(settings: Settings) -> str | None:
@@ -123,7 +124,7 @@ class Settings:
         "CPU threads to compute with; 0 is the physical cores, more than those slows the kernels down.",
         short="-t",
         bounds={"ge": 0, "le": 1024},
-        inert=_on_gpu,
+        inert=_not_on_cpu,
     )
     ctx: int | None = setting(
         None,
@@ -136,7 +137,7 @@ class Settings:
         "f16", "Element type of the KV cache; f32 is the most exact, q8_0 the smallest (on the CPU only)."
     )
     flash_attn: bool = setting(
-        True, "Fused attention, which needs no score matrix; off is the plain reference path.", inert=_on_gpu
+        True, "Fused attention, which needs no score matrix; off is the plain reference path.", inert=_not_on_cpu
     )
     chunk: int = setting(
         512,
@@ -588,6 +589,15 @@ class Settings:
             if why:
                 lines.append(f"{source} has no effect: {why}")
         return lines
+
+    def crowded(self) -> str | None:
+        """A line where more threads than the CPUs there are were asked to compute."""
+        source = self.origin.get("threads")
+        if source is None or _not_on_cpu(self) or self.threads <= (cpus := usable_cpus()):
+            return None
+        return (
+            f"{source} {self.threads} is more than the {cpus} CPUs that may be used here; threads beyond them only wait"
+        )
 
 
 SETTINGS = declarations(Settings)

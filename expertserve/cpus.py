@@ -1,7 +1,8 @@
-"""How many threads this process should compute with.
+"""How many CPUs this process may use, and how many threads it should compute with.
 
-The answer is the physical cores it may use: those in its affinity mask, hyperthread siblings counted once, no more than
-the CPU quota of its control group. It does not know what the threads do. At least one, whatever cannot be read.
+May use are those in its affinity mask, no more than the CPU quota of its control group; of these each physical core
+should have one thread, hyperthread siblings counted once. It does not know what the threads do. At least one, whatever
+cannot be read.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def _read(path: Path) -> str | None:
         return None
 
 
-def _usable_cpus() -> set[int]:
+def _affinity() -> set[int]:
     if hasattr(os, "sched_getaffinity"):
         return set(os.sched_getaffinity(0))
     return set(range(os.cpu_count() or 1))
@@ -68,6 +69,13 @@ def physical_cores(
     *, cpu_dir: Path = _CPU_DIR, proc_cgroup: Path = _PROC_CGROUP, cgroup_root: Path = _CGROUP_ROOT
 ) -> int:
     """Physical cores this process may use, as its affinity mask and control group limit them."""
-    cores = _cores(_usable_cpus(), cpu_dir)
+    cores = _cores(_affinity(), cpu_dir)
     quota = _quota(proc_cgroup, cgroup_root)
     return max(1, cores if math.isinf(quota) else min(cores, math.floor(quota)))
+
+
+def usable_cpus(*, proc_cgroup: Path = _PROC_CGROUP, cgroup_root: Path = _CGROUP_ROOT) -> int:
+    """CPUs this process may keep busy at once, as its affinity mask and control group limit them; a part is one."""
+    quota = _quota(proc_cgroup, cgroup_root)
+    cpus = len(_affinity())
+    return max(1, cpus if math.isinf(quota) else min(cpus, math.ceil(quota)))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from expertserve.config import SETTINGS, Settings, resolve
-from expertserve.cpus import physical_cores
+from expertserve.cpus import physical_cores, usable_cpus
 from expertserve.declare import COMMANDS, ENV_PREFIX
 from expertserve.engine.request import SamplingParams
 from expertserve.errors import ConfigError
@@ -166,6 +166,17 @@ def test_setting_without_effect_is_named(tmp_path: Path, monkeypatch: pytest.Mon
     assert [line.split()[0] for line in lines] == ["--repeat-last-n", "--seed", "EXPERTSERVE_PORT"]
 
 
+def test_more_threads_than_cpus_are_obeyed_and_said_where_they_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("expertserve.config.usable_cpus", lambda: 3)
+    many = settings(threads="4", device="cpu")
+    line = many.crowded()
+    assert many.threads == 4 and line is not None and line.startswith("--threads 4 is more than the 3 CPUs")
+    assert settings(threads="3", device="cpu").crowded() is settings(device="cpu").crowded() is None
+    assert settings(threads="4", device="cuda").crowded() is settings(threads="4", device="reference").crowded() is None
+    [inert] = settings(threads="4", device="reference").inert("run")
+    assert inert == "--threads has no effect: the reference computes with NumPy"
+
+
 def test_defaults_pass_their_own_checks() -> None:
     for setting in SETTINGS.values():
         if setting.default in (None, "", ()):
@@ -238,6 +249,9 @@ class Machine:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text + "\n")
 
+    def cpus(self) -> int:
+        return usable_cpus(proc_cgroup=self.proc_cgroup, cgroup_root=self.cgroup_root)
+
     def cores(self) -> int:
         return physical_cores(cpu_dir=self.cpu_dir, proc_cgroup=self.proc_cgroup, cgroup_root=self.cgroup_root)
 
@@ -248,12 +262,12 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 
 def test_hyperthread_siblings_count_once(machine: Machine) -> None:
-    assert machine.cores() == 4
+    assert (machine.cores(), machine.cpus()) == (4, 8)
 
 
 def test_quota_of_the_tightest_group_limits_threads(machine: Machine) -> None:
     machine.limit("0::/a/b", {"a/b/cpu.max": "max 100000", "a/cpu.max": "250000 100000"})
-    assert machine.cores() == 2
+    assert (machine.cores(), machine.cpus()) == (2, 3)
 
 
 def test_quota_of_a_version_1_group_limits_threads(machine: Machine) -> None:
@@ -264,7 +278,7 @@ def test_quota_of_a_version_1_group_limits_threads(machine: Machine) -> None:
 
 def test_part_of_a_core_is_one_thread(machine: Machine) -> None:
     machine.limit("0::/a", {"a/cpu.max": "50000 100000"})
-    assert machine.cores() == 1
+    assert machine.cores() == machine.cpus() == 1
 
 
 def test_machine_that_says_nothing_has_a_core_for_each_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
