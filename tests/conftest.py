@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 import structlog
 
 from tests.gguf_writer import make_tiny_moe
+from tests.made import MADE
 
 
 @pytest.fixture(autouse=True)
@@ -36,3 +38,10 @@ def oracle_dir() -> Path:
 def tiny_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A whole `qwen3moe` model of 2 layers and 8 experts (F16 and Q8_0); do not write to it."""
     return make_tiny_moe(tmp_path_factory.mktemp("tiny") / "tiny.gguf")
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+    """The file of a made-up model, by architecture and type of its matrices; do not write to it."""
+    folder = tmp_path_factory.mktemp("made")
+    return cache(lambda architecture, kind: MADE[architecture].write(folder / f"{architecture}-{kind}.gguf", kind))

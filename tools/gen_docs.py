@@ -9,6 +9,7 @@ from __future__ import annotations
 import html
 import inspect
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -55,11 +56,14 @@ def settings_table() -> str:
 
 
 def models_table() -> str:
-    """One row an architecture: its name in GGUF, the first sentence of its module, whether it drafts."""
-    rows = ["| architecture | models, and what is theirs | drafts (MTP) |", "|---|---|---|"]
+    """One row an architecture: its name in GGUF, the first sentence of its module, what tests it, whether it drafts."""
+    rows = ["| architecture | models, and what is theirs | tested with models | drafts (MTP) |", "|---|---|---|---|"]
+    descriptions = "".join(path.read_text() for path in sorted((ROOT / "tests" / "made" / "families").glob("*.py")))
+    made = re.findall(r'architecture="(.+?)"', descriptions)
     for name, family in architectures().items():
         says = (inspect.getdoc(sys.modules[family.__module__]) or "").split("\n\n")[0].replace("\n", " ")
-        rows.append(f"| `{name}` | {says} | {'yes' if family.predicts_ahead else 'no'} |")
+        tested, drafts = "made up" if name in made else "converted", "yes" if family.predicts_ahead else "no"
+        rows.append(f"| `{name}` | {says} | {tested} | {drafts} |")
     return "\n".join(rows)
 
 

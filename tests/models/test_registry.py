@@ -7,12 +7,20 @@ import pytest
 from expertserve.errors import GGUFError, UnsupportedModelError
 from expertserve.gguf.file import GGUFFile
 from expertserve.models.registry import architectures, load_model
-from tests.parity.oracle import ORACLE
+from tests.made import MADE
+from tests.parity.oracle import FAMILIES, FIXTURES, ORACLE
 
 pytestmark = [
     pytest.mark.shared,
     pytest.mark.skipif(not ORACLE.is_dir(), reason="needs the oracle fixtures beside the checkout"),
 ]
+
+
+def test_every_family_that_is_served_is_compared_with_llama_cpp() -> None:
+    compared = {GGUFFile.open(ORACLE / fixture).architecture for fixture in FIXTURES}
+    assert {fixture.partition("/")[0] for fixture in FIXTURES} == set(FAMILIES)
+    assert compared | set(MADE) == set(architectures())
+    assert not compared & set(MADE)
 
 
 def test_another_architecture_is_refused_with_the_list_of_those_that_are_served() -> None:

@@ -2,34 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 
 from expertserve.experts.stats import ExpertStats
 from expertserve.experts.step import StepError
 from expertserve.gguf.file import GGUFFile
 from expertserve.models.registry import architectures, load_model
+from tests.made import MADE
 from tests.models.build import make_batch, open_forward
-from tests.parity.oracle import ORACLE
 from tests.parity.test_keystone import joint_batch
 
-pytestmark = [
-    pytest.mark.shared,
-    pytest.mark.skipif(not ORACLE.is_dir(), reason="needs the oracle fixtures beside the checkout"),
-]
+FAMILIES = [pytest.param(name, marks=() if name in MADE else pytest.mark.shared, id=name) for name in architectures()]
 
 
-def fixture_of(architecture: str) -> str:
-    """A file of that architecture, found by what the files say of themselves."""
-    for path in sorted(ORACLE.glob("*/model-*.gguf")):
-        if GGUFFile.open(path).architecture == architecture:
-            return str(path.relative_to(ORACLE))
-    raise AssertionError(f"no fixture of {architecture}: every family that is served needs one")
+@pytest.fixture
+def path_of(made: Callable[[str, str], Path], request: pytest.FixtureRequest) -> Callable[[str], Path]:
+    """A file of an architecture: a made-up model, or a fixture, found by what the files say of themselves."""
+
+    def find(architecture: str) -> Path:
+        if architecture in MADE:
+            return made(architecture, "q8_0")
+        oracle_dir: Path = request.getfixturevalue("oracle_dir")
+        for path in sorted(oracle_dir.glob("*/model-*.gguf")):
+            if GGUFFile.open(path).architecture == architecture:
+                return path
+        raise AssertionError(f"no model of {architecture}: every family that is served needs one")
+
+    return find
 
 
 @pytest.mark.parametrize("budget", ["auto", "50%"])
-@pytest.mark.parametrize("architecture", architectures())
-def test_every_forward_is_one_step(architecture: str, budget: str) -> None:
-    path = ORACLE / fixture_of(architecture)
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_every_forward_is_one_step(architecture: str, budget: str, path_of: Callable[[str], Path]) -> None:
+    path = path_of(architecture)
     drafts = load_model(GGUFFile.open(path)).drafts
     stats = ExpertStats(every=0, emit=lambda line: None)
     with open_forward(path, budget=budget, draft=drafts, cells=1536, stats=stats) as forward:
