@@ -41,8 +41,8 @@ class GqaModel(Model):
         """The mask that a layer attends through."""
         return "mask"
 
-    def rope_of(self, layer: int) -> Rope:
-        """How a layer rotates."""
+    def rope_of(self, layer: int) -> Rope | None:
+        """How a layer rotates, where it does."""
         return self.rope
 
     def attention(self, g: Graph, layer: int, x: Tensor) -> Tensor:
@@ -70,5 +70,7 @@ class GqaModel(Model):
         x = g.reshape(x, (g.rows, heads, dim))
         if self.qk_norm is QKNorm.HEAD:
             x = g.rms_norm(x, norm, self.hp.eps)
-        x = g.rope(x, self.rope_of(layer))
+        rope = self.rope_of(layer)
+        if rope is not None:
+            x = g.rope(x, rope)
         return g.rms_norm(x, norm, self.hp.eps) if self.qk_norm is QKNorm.ROTATED_HEAD else x

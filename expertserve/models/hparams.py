@@ -92,6 +92,22 @@ def _read_kv_heads(file: GGUFFile, layers: int, default: int) -> tuple[int, ...]
     return tuple(counts)
 
 
+def read_windowed(file: GGUFFile, layers: int, period: int) -> tuple[bool, ...]:
+    """Whether each layer sees a window only: as the file lists them, else all but the last of every `period`."""
+    period_or_list = file.get("attention.sliding_window_pattern", period)
+    if isinstance(period_or_list, list):
+        windowed = tuple(map(bool, period_or_list[:layers]))
+    else:
+        period = read_count(file, "attention.sliding_window_pattern", period)
+        windowed = tuple((layer + 1) % period != 0 for layer in range(layers))
+    if len(windowed) < layers:
+        raise GGUFError(
+            f"{file.paths[0].name}: {file.architecture}.attention.sliding_window_pattern lists {len(windowed)} of "
+            f"{layers} layers"
+        )
+    return windowed
+
+
 def read_rope(file: GGUFFile, style: RopeStyle, head_dim: int) -> Rope:
     """Rotary embedding with linear or YaRN scaling and frequency factors, as the file says."""
     kind: Any = file.get("rope.scaling.type", "linear")
