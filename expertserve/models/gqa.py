@@ -59,8 +59,13 @@ class GqaModel(Model):
         q, k = (self.into_heads(g, layer, role, projected[i], *heads[i]) for i, role in enumerate("qk"))
         v = g.reshape(projected[2], (g.rows, *heads[2]))
         sinks = self.optional(p + "attn_sinks.weight")
-        out = g.attention(q, k, v, kv, self.attention_scale, mask=self.mask(layer), sinks=sinks)
-        return g.linear(out, p + "attn_output.weight", self.optional(p + "attn_output.bias"))
+        mixed = g.attention(q, k, v, kv, self.attention_scale, mask=self.mask(layer), sinks=sinks)
+        return self.attention_output(g, layer, x, mixed)
+
+    def attention_output(self, g: Graph, layer: int, x: Tensor, mixed: Tensor) -> Tensor:
+        """The attention block's output for what its heads give [rows, heads * v_dim]; x is the block's input."""
+        p = f"blk.{layer}.attn_output."
+        return g.linear(mixed, p + "weight", self.optional(p + "bias"))
 
     def into_heads(self, g: Graph, layer: int, role: str, x: Tensor, heads: int, dim: int) -> Tensor:
         """Q or K, as `role` says ("q", "k"), in heads, normalised as the family has it, and rotated."""

@@ -173,8 +173,12 @@ class Model(ABC):
     def dense_layer(self, g: Graph, layer: int, x: Tensor) -> Tensor:
         """The residual stream after a layer that has no routed experts."""
         residual, ffn_input = self._attend(g, layer, x)
-        out = self._feed_forward(g, f"blk.{layer}.ffn_", "", ffn_input)
-        return g.add(self._scaled(g, out, self.residual_scale), residual)
+        out = self.feed_forward_output(g, layer, self._feed_forward(g, f"blk.{layer}.ffn_", "", ffn_input))
+        return g.add(out, residual)
+
+    def feed_forward_output(self, g: Graph, layer: int, out: Tensor) -> Tensor:
+        """What is added to the residual stream for the output of a layer's feed-forward, dense or routed."""
+        return self._scaled(g, out, self.residual_scale)
 
     def _attend(self, g: Graph, layer: int, x: Tensor) -> tuple[Tensor, Tensor]:
         """The residual stream after a layer's attention, and what its feed-forward gets."""
@@ -229,7 +233,7 @@ class Model(ABC):
         out = g.combine_experts(self.hp.hidden, self.hp.top_k, weighted=not self.weigh_inputs)
         if self.has_shared_expert:
             out = g.add(out, g.load("shared"))
-        return g.add(self._scaled(g, out, self.residual_scale), g.load("residual"))
+        return g.add(self.feed_forward_output(g, layer, out), g.load("residual"))
 
     def final_norm(self, g: Graph, x: Tensor) -> Tensor:
         """What the output matrix gets for the residual stream x."""

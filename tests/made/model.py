@@ -46,7 +46,7 @@ class Made:
         metadata: what the file says under `{architecture}.`, less the prefix.
         weights: all but the embedding, the last norm and the output matrix.
         pre: name of the pre-tokenizer.
-        outer: the weights that `weights` leaves out, where they are not the usual ones.
+        embedding_spread: standard deviation of the embeddings, for a family that scales them.
         tolerance: most that a log-probability may differ from llama.cpp's, both computed in float32.
     """
 
@@ -54,7 +54,7 @@ class Made:
     metadata: Mapping[str, Any]
     weights: Sequence[Weight]
     pre: str
-    outer: Sequence[Weight] | None = None
+    embedding_spread: float = 1.0
     tolerance: float = 1e-4
 
     def write(self, path: Path, kind: str) -> Path:
@@ -66,7 +66,12 @@ class Made:
         for key, value in self.metadata.items():
             _add(writer, f"{self.architecture}.{key}", value)
         add_tokenizer(writer, "bpe", VOCABULARY, self.pre)
-        outer = usual_outer(self.metadata["embedding_length"]) if self.outer is None else self.outer
+        hidden = self.metadata["embedding_length"]
+        outer = [
+            Weight("token_embd.weight", (VOCABULARY, hidden), self.embedding_spread),
+            Weight("output_norm.weight", (hidden,), 0.1, 1.0, narrow=False),
+            Weight("output.weight", (VOCABULARY, hidden), 2.0 * hidden**-0.5),
+        ]
         for weight in (*outer, *self.weights):
             stored = TensorType[kind.upper()] if weight.narrow else TensorType.F32
             values = normal(0, weight.name, weight.shape, weight.spread, weight.mean)
@@ -76,15 +81,6 @@ class Made:
         writer.write_tensors_to_file()
         writer.close()
         return path
-
-
-def usual_outer(hidden: int) -> list[Weight]:
-    """Embedding, final norm and output matrix."""
-    return [
-        Weight("token_embd.weight", (VOCABULARY, hidden), 1.0),
-        Weight("output_norm.weight", (hidden,), 0.1, 1.0, narrow=False),
-        Weight("output.weight", (VOCABULARY, hidden), 2.0 * hidden**-0.5),
-    ]
 
 
 def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:

@@ -5,17 +5,19 @@ from tests.made.parts import (
     EXPERT_FFN,
     EXPERTS,
     HEAD_DIM,
+    HIDDEN,
     attention,
     bias,
     every_layer,
     experts,
     feed_forward,
     head_norms,
+    matrix,
     norm,
     sizes,
 )
 
-LAYERS, DENSE = 5, 1
+LAYERS, DENSE = 5, 1  # and one more layer, which predicts further ahead
 
 
 def _layer(layer: int) -> list[Weight]:
@@ -24,14 +26,14 @@ def _layer(layer: int) -> list[Weight]:
         *attention(layer),
         *head_norms(layer),
         norm(f"blk.{layer}.ffn_norm"),
-        *(feed_forward(layer) if layer < DENSE else routed),
+        *(routed if DENSE <= layer < LAYERS else feed_forward(layer)),
     ]
 
 
 MADE = Made(
     architecture="exaone-moe",
     metadata=sizes(
-        block_count=LAYERS,
+        block_count=LAYERS + 1,
         attention__key_length=HEAD_DIM,
         attention__value_length=HEAD_DIM,
         attention__sliding_window=32,
@@ -44,8 +46,12 @@ MADE = Made(
         expert_weights_scale=2.5,
         expert_weights_norm=True,
         expert_gating_func=2,
-        nextn_predict_layers=0,
+        nextn_predict_layers=1,
     ),
-    weights=every_layer(_layer, LAYERS),
+    weights=[
+        *every_layer(_layer, LAYERS + 1),
+        matrix(f"blk.{LAYERS}.nextn.eh_proj", HIDDEN, 2 * HIDDEN),
+        *(norm(f"blk.{LAYERS}.nextn.{name}") for name in ("enorm", "hnorm", "shared_head_norm")),
+    ],
     pre="exaone-moe",
 )
