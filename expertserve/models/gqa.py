@@ -35,6 +35,7 @@ class GqaModel(Model):
     def __init__(self, file: GGUFFile, towers: Mapping[int, ExpertTower], *, draft: bool = False) -> None:
         super().__init__(file, towers, draft=draft)
         self.rope = read_rope(file, self.rope_style, self.hp.k_dim)
+        self.clamp = read_float(file, "attention.clamp_kqv", 0.0)
         self.attention_scale = read_float(file, "attention.scale", 0.0) or self.hp.k_dim**-0.5
 
     def mask(self, layer: int) -> str:
@@ -56,6 +57,8 @@ class GqaModel(Model):
         else:
             names = [f"{p}attn_{role}" for role in "qkv"]
             projected = [g.linear(x, f"{name}.weight", self.optional(f"{name}.bias")) for name in names]
+        if self.clamp > 0:
+            projected = [g.clamp(part, self.clamp) for part in projected]
         q, k = (self.into_heads(g, layer, role, projected[i], *heads[i]) for i, role in enumerate("qk"))
         v = g.reshape(projected[2], (g.rows, *heads[2]))
         sinks = self.optional(p + "attn_sinks.weight")

@@ -244,6 +244,10 @@ class Graph(ABC):
         """x / sqrt(mean(x^2) + eps) * weight over the last axis (arXiv:1910.07467)."""
 
     @abstractmethod
+    def layer_norm(self, x: Tensor, weight: str, eps: float) -> Tensor:
+        """(x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps) * weight over the last axis (arXiv:1607.06450)."""
+
+    @abstractmethod
     def add(self, a: Tensor, b: Tensor) -> Tensor:
         """a + b, of equal shape."""
 
@@ -262,6 +266,10 @@ class Graph(ABC):
     @abstractmethod
     def scale(self, x: Tensor, factor: float) -> Tensor:
         """x * factor."""
+
+    @abstractmethod
+    def clamp(self, x: Tensor, most: float) -> Tensor:
+        """x limited to [-most, most]."""
 
     @abstractmethod
     def sigmoid(self, x: Tensor) -> Tensor:

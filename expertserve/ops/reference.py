@@ -114,6 +114,12 @@ class NumpyGraph(base.Graph):
         out = a / np.sqrt(np.mean(a * a, axis=-1, keepdims=True) + eps)
         return NumpyTensor(out if weight is None else out * self._b.weight(weight))
 
+    def layer_norm(self, x: Tensor, weight: str, eps: float) -> Tensor:
+        a = _a(x)
+        centred = a - np.mean(a, axis=-1, keepdims=True)
+        variance = np.mean(centred * centred, axis=-1, keepdims=True)
+        return NumpyTensor(centred / np.sqrt(variance + np.float32(eps)) * self._b.weight(weight))
+
     def add(self, a: Tensor, b: Tensor) -> Tensor:
         return NumpyTensor(_a(a) + _a(b))
 
@@ -128,6 +134,9 @@ class NumpyGraph(base.Graph):
 
     def scale(self, x: Tensor, factor: float) -> Tensor:
         return NumpyTensor(_a(x) * np.float32(factor))
+
+    def clamp(self, x: Tensor, most: float) -> Tensor:
+        return NumpyTensor(np.clip(_a(x), np.float32(-most), np.float32(most)))
 
     def sigmoid(self, x: Tensor) -> Tensor:
         return NumpyTensor(sigmoid(_a(x)))

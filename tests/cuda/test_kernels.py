@@ -113,6 +113,16 @@ def test_rms_norm(n: int, weighted: bool) -> None:
     close(out, want)
 
 
+@pytest.mark.parametrize("n", [8, 100, 517])
+def test_layer_norm(n: int) -> None:
+    rng = np.random.default_rng(n)
+    x, weight = (3 + rng.standard_normal((3, n))).astype(f32), rng.standard_normal(n).astype(f32)
+    out = np.empty_like(x)
+    emulator().launch("layer_norm", (3,), x, weight, out, i32(n), f32(1e-5))
+    centred = x - x.mean(axis=1, keepdims=True)
+    close(out, centred / np.sqrt((centred * centred).mean(axis=1, keepdims=True) + 1e-5) * weight)
+
+
 @pytest.mark.parametrize("style", list(RopeStyle))
 @pytest.mark.parametrize("dims", [16, 20])
 def test_rope(style: RopeStyle, dims: int) -> None:

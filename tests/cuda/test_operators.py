@@ -38,6 +38,7 @@ def test_value_by_value(n: int) -> None:
         x = g.load("x")
         y = g.scale(g.silu(g.add_weight(x, "w")), 0.5)
         y = g.mul(g.add(y, x), g.sigmoid(g.linear(x, "one")))
+        y = g.clamp(g.layer_norm(y, "w", 1e-5), 0.7)
         return g.gated(g.rms_norm(y, "w", 1e-5), g.rms_norm(x, None, 1e-5), Activation.SILU)
 
     agree(build, random(5, n), weights)

@@ -150,6 +150,16 @@ def test_gated_activations(activation: Activation) -> None:
     assert_agree(world, lambda g: g.gated(g.load("gate"), g.load("up"), activation), tolerance)
 
 
+@pytest.mark.parametrize("rows", [1, 5])
+def test_a_layer_norm_takes_the_mean_away_and_a_clamp_the_far_values(rows: int) -> None:
+    world = World({"x": 3 + random(rows, 96)}, {"w": random(96, seed=1)})
+    x, w = world.inputs["x"], world.weights["w"]
+    normed = (x - x.mean(axis=1, keepdims=True)) / np.sqrt(x.var(axis=1, keepdims=True) + 1e-5) * w
+    assert np.abs(assert_agree(world, lambda g: g.layer_norm(g.load("x"), "w", 1e-5), 1e-5) - normed).max() < 1e-5
+    out = assert_agree(world, lambda g: g.add(g.clamp(g.load("x"), 2.5), g.load("x")), 1e-6)
+    assert np.array_equal(out, np.clip(x, -2.5, 2.5) + x) and (x > 2.5).any()
+
+
 @pytest.mark.parametrize("width", [1, 96])
 @pytest.mark.parametrize("rows", [1, 5])
 def test_a_weight_multiplies_element_by_element_or_all_alike(rows: int, width: int) -> None:

@@ -227,7 +227,7 @@ def _product(g: Graph) -> Tensor:
 def _pointwise(g: Graph) -> Tensor:
     x = g.load("x")
     y = g.mul(g.add(g.scale(g.silu(g.add_weight(x, "w")), 0.5), x), g.sigmoid(g.part(x, 3, 4)))
-    y = g.tanh(g.mul_weight(y, "w"))
+    y = g.tanh(g.clamp(g.layer_norm(g.mul_weight(y, "w"), "w", 1e-5), 0.7))
     y = g.gated(g.rms_norm(y, "w", 1e-5), g.rms_norm(x, None, 1e-5), Activation.SILU)
     return g.concat(y, g.part(x, 1, 8))
 

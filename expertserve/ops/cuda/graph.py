@@ -244,6 +244,13 @@ class CudaGraph(base.Graph):
         self._run("rms_norm", (x.num_rows,), x, None if weight is None else self._vector(weight, n), out, n, eps)
         return out
 
+    def layer_norm(self, x: Tensor, weight: str, eps: float) -> Tensor:
+        assert isinstance(x, CudaTensor)
+        n = x.shape[-1]
+        out = self._new(*x.shape)
+        self._run("layer_norm", (x.num_rows,), x, self._vector(weight, n), out, n, eps)
+        return out
+
     def _binary(self, op: str, a: CudaTensor, b: Any, repeat: int, n: int) -> CudaTensor:
         out = self._new(*a.shape)
         self._run(f"binary<{op}>", (blocks(a.count, THREADS),), a, b, out, a.count, repeat, n)
@@ -275,6 +282,9 @@ class CudaGraph(base.Graph):
 
     def scale(self, x: Tensor, factor: float) -> Tensor:
         return self._unary("scale", x, float(factor))
+
+    def clamp(self, x: Tensor, most: float) -> Tensor:
+        return self._unary("clamp", x, float(most))
 
     def sigmoid(self, x: Tensor) -> Tensor:
         return self._unary("unary<Sigmoid>", x)

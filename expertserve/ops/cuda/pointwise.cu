@@ -1,5 +1,15 @@
 // Norms, rotation, and what is done value by value.
 
+// The sum of a value of each thread of a block of WARPS warps, for all of them; `parts` is used for no other sum.
+__device__ __forceinline__ float block_sum(float value, float *parts) {
+    value = warp_sum(value);
+    if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = value;
+    __syncthreads();
+    value = 0;
+    for (int w = 0; w < WARPS; w++) value += parts[w];
+    return value;
+}
+
 // RMS norm of rows of n values; weight may be null. Grid: rows; a block is WARPS warps.
 __global__ void rms_norm(const float *x, const float *weight, float *out, int n, float eps) {
     __shared__ float parts[WARPS];
@@ -7,13 +17,21 @@ __global__ void rms_norm(const float *x, const float *weight, float *out, int n,
     out += (long long)blockIdx.x * n;
     float sum = 0;
     for (int i = threadIdx.x; i < n; i += blockDim.x) sum += x[i] * x[i];
-    sum = warp_sum(sum);
-    if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = sum;
-    __syncthreads();
-    sum = 0;
-    for (int w = 0; w < WARPS; w++) sum += parts[w];
-    float factor = 1 / sqrtf(sum / n + eps);
+    float factor = 1 / sqrtf(block_sum(sum, parts) / n + eps);
     for (int i = threadIdx.x; i < n; i += blockDim.x) out[i] = x[i] * factor * (weight ? weight[i] : 1);
+}
+
+// Layer norm of rows of n values, without a bias. Grid: rows; a block is WARPS warps.
+__global__ void layer_norm(const float *x, const float *weight, float *out, int n, float eps) {
+    __shared__ float sums[WARPS], squares[WARPS];
+    x += (long long)blockIdx.x * n;
+    out += (long long)blockIdx.x * n;
+    float sum = 0;
+    for (int i = threadIdx.x; i < n; i += blockDim.x) sum += x[i];
+    float mean = block_sum(sum, sums) / n, square = 0;
+    for (int i = threadIdx.x; i < n; i += blockDim.x) square += (x[i] - mean) * (x[i] - mean);
+    float factor = 1 / sqrtf(block_sum(square, squares) / n + eps);
+    for (int i = threadIdx.x; i < n; i += blockDim.x) out[i] = (x[i] - mean) * factor * weight[i];
 }
 
 // Rotates the first 2 * half values of heads of x [rows, heads, dim]; neighbours pair up, or halves (neox). `frequency`
@@ -51,6 +69,11 @@ template <class OP> __global__ void unary(const float *a, float *out, int count)
 __global__ void scale(const float *a, float *out, int count, float factor) {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i < count) out[i] = a[i] * factor;
+}
+
+__global__ void clamp(const float *a, float *out, int count, float most) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < count) out[i] = fminf(fmaxf(a[i], -most), most);
 }
 
 // Two values: out[i] = OP(a[i], b[i / repeat % n]), so that b may be as long as a, one row of it, or one value a row.

@@ -32,7 +32,7 @@ QUERIES_AND_CELLS = {128: (16, 32), 256: (16, 16), 576: (8, 8)}
 MOST_TAPS = 8
 MOST_KEY = 256
 PLAIN_KERNELS = (
-    *("combine_experts", "rms_norm", "rope", "merge_attention", "scale", "copy_columns"),
+    *("combine_experts", "rms_norm", "layer_norm", "rope", "merge_attention", "scale", "clamp", "copy_columns"),
     *("causal_conv", "gated_delta", "selective_scan"),
     *(
         "unary<Sigmoid>",

@@ -193,6 +193,11 @@ class GgmlGraph(base.Graph):
             out = ggml.ggml_mul(self.ctx, out, self._weight(weight, x.shape[-1]))
         return self._new(out, x.shape)
 
+    def layer_norm(self, x: Tensor, weight: str, eps: float) -> Tensor:
+        assert isinstance(x, GgmlTensor)
+        out = ggml.ggml_norm(self.ctx, x.ptr, eps)
+        return self._new(ggml.ggml_mul(self.ctx, out, self._weight(weight, x.shape[-1])), x.shape)
+
     def add(self, a: Tensor, b: Tensor) -> Tensor:
         assert isinstance(a, GgmlTensor) and isinstance(b, GgmlTensor) and a.shape == b.shape
         return self._new(ggml.ggml_add(self.ctx, a.ptr, b.ptr), a.shape)
@@ -214,6 +219,11 @@ class GgmlGraph(base.Graph):
     def scale(self, x: Tensor, factor: float) -> Tensor:
         assert isinstance(x, GgmlTensor)
         return self._new(ggml.ggml_scale(self.ctx, x.ptr, factor), x.shape)
+
+    def clamp(self, x: Tensor, most: float) -> Tensor:
+        assert isinstance(x, GgmlTensor)
+        # ggml's own writes over its argument.
+        return self._new(ggml.ggml_clamp(self.ctx, ggml.ggml_dup(self.ctx, x.ptr), -most, most), x.shape)
 
     def sigmoid(self, x: Tensor) -> Tensor:
         assert isinstance(x, GgmlTensor)
