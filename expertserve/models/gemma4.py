@@ -42,7 +42,6 @@ class Gemma4(GqaModel):
             freq_base=read_float(file, "rope.freq_base_swa", 10000.0),
             freq_factors=None,
         )
-        self.softcap = read_float(file, "final_logit_softcapping", 0.0)
 
     @property
     def has_shared_expert(self) -> bool:
@@ -93,7 +92,3 @@ class Gemma4(GqaModel):
         routed = self.norm(g, g.combine_experts(self.hp.hidden, self.hp.top_k), p + "post_ffw_norm_2")
         both = self.norm(g, g.add(routed, g.load("shared")), p + "post_ffw_norm")
         return g.mul_weight(g.add(both, g.load("residual")), p + "layer_output_scale.weight")
-
-    def logits(self, g: Graph, x: Tensor) -> Tensor:
-        found = super().logits(g, x)
-        return g.scale(g.tanh(g.scale(found, 1 / self.softcap)), self.softcap) if self.softcap else found

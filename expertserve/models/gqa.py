@@ -31,6 +31,7 @@ class GqaModel(Model):
 
     rope_style: ClassVar[RopeStyle] = RopeStyle.NEOX
     qk_norm: QKNorm = QKNorm.NONE
+    attention_softcap: float = 0.0
 
     def __init__(self, file: GGUFFile, towers: Mapping[int, ExpertTower], *, draft: bool = False) -> None:
         super().__init__(file, towers, draft=draft)
@@ -62,7 +63,8 @@ class GqaModel(Model):
         q, k = (self.into_heads(g, layer, role, projected[i], *heads[i]) for i, role in enumerate("qk"))
         v = g.reshape(projected[2], (g.rows, *heads[2]))
         sinks = self.optional(p + "attn_sinks.weight")
-        mixed = g.attention(q, k, v, kv, self.attention_scale, mask=self.mask(layer), sinks=sinks)
+        scale, cap = self.attention_scale, self.attention_softcap
+        mixed = g.attention(q, k, v, kv, scale, mask=self.mask(layer), sinks=sinks, softcap=cap)
         return self.attention_output(g, layer, x, mixed)
 
     def attention_output(self, g: Graph, layer: int, x: Tensor, mixed: Tensor) -> Tensor:

@@ -51,6 +51,7 @@ class Model(ABC):
         self.embedding_scale = read_float(file, "embedding_scale", 1.0) or 1.0
         self.residual_scale = read_float(file, "residual_scale", 1.0) or 1.0
         self.logit_scale = read_float(file, "logit_scale", 1.0) or 1.0
+        self.logit_softcap = read_float(file, "final_logit_softcapping", 0.0)
         for layer in range(self.hp.num_layers):
             if layer not in self.towers and not self.has(f"blk.{layer}.ffn_up.weight"):
                 raise UnsupportedModelError(
@@ -241,7 +242,9 @@ class Model(ABC):
 
     def logits(self, g: Graph, x: Tensor) -> Tensor:
         """Logits [.., vocab] of what `final_norm` gave."""
-        return self._scaled(g, g.linear(x, self.head_weight, self.optional("output.bias")), 1.0 / self.logit_scale)
+        cap = self.logit_softcap
+        out = self._scaled(g, g.linear(x, self.head_weight, self.optional("output.bias")), 1.0 / self.logit_scale)
+        return g.scale(g.tanh(g.scale(out, 1 / cap)), cap) if cap else out
 
     def _scaled(self, g: Graph, x: Tensor, factor: float) -> Tensor:
         return x if factor == 1.0 else g.scale(x, factor)

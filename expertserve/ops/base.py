@@ -314,12 +314,14 @@ class Graph(ABC):
         *,
         mask: str = "mask",
         sinks: str | None = None,
+        softcap: float = 0.0,
     ) -> Tensor:
         """Writes k and v [rows, kv heads, dim] to the batch's KV cells, then attends through one of the batch's masks.
 
         q is [rows, heads, k_dim]; query head i reads KV head i // (heads / kv heads). v is None exactly where values
         lie in keys. `mask` names the mask's buffer. `sinks` is a weight [heads]: one more score a head that takes part
-        in the softmax and has no value. Returns [rows, heads * v_dim].
+        in the softmax and has no value. With a `softcap` c a score s becomes c * tanh(s / c). Returns
+        [rows, heads * v_dim].
         """
 
     @abstractmethod

@@ -185,6 +185,7 @@ class NumpyGraph(base.Graph):
         *,
         mask: str = "mask",
         sinks: str | None = None,
+        softcap: float = 0.0,
     ) -> Tensor:
         keys, values = self._b.kv(kv.layer)
         cells = self._rows("cells")
@@ -196,7 +197,10 @@ class NumpyGraph(base.Graph):
         repeat = q.shape[1] // kv.num_heads
         ks = keys[:n_kv].astype(np.float32).repeat(repeat, axis=1)
         vs = values[:n_kv].astype(np.float32).repeat(repeat, axis=1)
-        scores = np.einsum("qhd,khd->hqk", _a(q), ks) * np.float32(scale) + seen.astype(np.float32)
+        scores = np.einsum("qhd,khd->hqk", _a(q), ks) * np.float32(scale)
+        if softcap:
+            scores = np.float32(softcap) * np.tanh(scores / np.float32(softcap))
+        scores = scores + seen.astype(np.float32)
         if sinks is not None:
             sink = np.broadcast_to(self._b.weight(sinks)[:, None, None], (*scores.shape[:2], 1))
             scores = np.concatenate([scores, sink], axis=-1)

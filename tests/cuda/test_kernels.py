@@ -146,8 +146,8 @@ def test_rope(style: RopeStyle, dims: int) -> None:
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "k_dim", "v_dim"), [(4, 2, 32, 32), (3, 1, 72, 40), (2, 2, 256, 256), (2, 1, 576, 512)]
 )
-@pytest.mark.parametrize("stretch", [7, 64])
-def test_attention(cell: str, heads: int, kv_heads: int, k_dim: int, v_dim: int, stretch: int) -> None:
+@pytest.mark.parametrize(("stretch", "softcap"), [(7, 0.0), (64, 0.0), (7, 0.5)])
+def test_attention(cell: str, heads: int, kv_heads: int, k_dim: int, v_dim: int, stretch: int, softcap: float) -> None:
     rng = np.random.default_rng(6)
     rows, n_kv, most = 19, 50, next(most for most in MOST_HEADS if max(k_dim, v_dim) <= most)
     dtype = np.float16 if cell == "HalfCell" else f32
@@ -166,16 +166,16 @@ def test_attention(cell: str, heads: int, kv_heads: int, k_dim: int, v_dim: int,
     splits = blocks(n_kv, stretch)
     part = np.full((rows, heads, splits, v_dim + 2), np.nan, f32)
     sizes = tuple(map(i32, (kv_heads, k_dim, v_dim, kv_heads * v_dim, n_kv, stretch)))
-    emulator().launch(
-        f"attend<{cell}, {most}>", (heads, splits, rows), q, *caches, mask, part, *sizes, f32(k_dim**-0.5)
-    )
+    scales = f32(k_dim**-0.5), f32(softcap)
+    emulator().launch(f"attend<{cell}, {most}>", (heads, splits, rows), q, *caches, mask, part, *sizes, *scales)
     out, at_once = np.full((2, rows, heads, v_dim), np.nan, f32)
     emulator().launch("merge_attention", (heads, rows), part, None, out, i32(splits), i32(v_dim))
     grid = (heads, blocks(rows, QUERIES_AND_CELLS[most][0]))
-    many = (mask, None, at_once, i32(rows), *sizes[:5], f32(k_dim**-0.5))
+    many = (mask, None, at_once, i32(rows), *sizes[:5], *scales)
     emulator().launch(attend_many(cell, most), grid, q, *caches, *many)
     k, v = (cache.astype(f32).repeat(heads // kv_heads, axis=1) for cache in caches)
-    scores = np.einsum("qhd,khd->hqk", q, k) * k_dim**-0.5 + mask.astype(f32)
+    scores = np.einsum("qhd,khd->hqk", q, k) * k_dim**-0.5
+    scores = (softcap * np.tanh(scores / softcap) if softcap else scores) + mask.astype(f32)
     probs = np.exp(scores - scores.max(axis=-1, keepdims=True))
     want = np.einsum("hqk,khd->qhd", probs / probs.sum(axis=-1, keepdims=True), v)
     close(out, want)

@@ -48,6 +48,7 @@ class Made:
         pre: name of the pre-tokenizer.
         embedding_spread: standard deviation of the embeddings, for a family that scales them.
         tolerance: most that a log-probability may differ from llama.cpp's, both computed in float32.
+        narrow_tolerance: the same where products of narrow weights round their input, each in its own order.
     """
 
     architecture: str
@@ -56,6 +57,7 @@ class Made:
     pre: str
     embedding_spread: float = 1.0
     tolerance: float = 1e-4
+    narrow_tolerance: float = 0.02
 
     def write(self, path: Path, kind: str) -> Path:
         """Writes the model with its matrices stored as `kind`, one of TYPES."""

@@ -143,6 +143,23 @@ def test_sinks_take_their_part_and_each_mask_is_its_own(rows: int, k_dim: int, f
     assert np.abs(empty - near).max() < tolerance
 
 
+@pytest.mark.parametrize(("flash", "tolerance"), [(False, 2e-5), (True, 2e-3)])
+@pytest.mark.parametrize("rows", [1, 7])
+def test_a_softcap_limits_the_scores(rows: int, flash: bool, tolerance: float) -> None:
+    kv = [KVLayout(layer, 2, 48, 32) for layer in range(2)]
+    world = World({"q": random(rows, 6, 48), "k": random(rows, 2, 48), "v": random(rows, 2, 32)}, kv=kv)
+    capped, plain = (
+        assert_agree(
+            world,
+            lambda g, i=i, cap=cap: g.attention(g.load("q"), g.load("k"), g.load("v"), kv[i], 1.0, softcap=cap),
+            tolerance,
+            flash=flash,
+        )
+        for i, cap in enumerate((0.5, 0.0))
+    )
+    assert (np.abs(capped - plain).max() > 0.1) == (rows > 1)
+
+
 @pytest.mark.parametrize("activation", Activation)
 def test_gated_activations(activation: Activation) -> None:
     world = World({"gate": 6 * random(9, 64), "up": 6 * random(9, 64, seed=1)})

@@ -192,6 +192,12 @@ def check_kernels(device: Device, report: Report) -> None:
                 world = World(random(rows, 6 * k_dim), kv=kv, kv_type=kv_type)
                 what = f"attention {kv_type}, heads of {k_dim} and {v_dim}, {rows} rows"
                 report.check(what, world.agrees, device, partial(_attend, kv=kv), tolerance)
+    kv = KVLayout(0, 2, 128, 128)
+    for rows in (1, 40):
+        world = World(random(rows, 6 * 128), kv=kv, kv_type=KVType.F32)
+        report.check(
+            f"attention with a softcap, {rows} rows", world.agrees, device, partial(_attend, kv=kv, softcap=0.5)
+        )
     for key_dim, value_dim, grouped in ((128, 128, True), (24, 40, False)):
         layout = DeltaLayout(0, 4, 2, 4, key_dim, value_dim, grouped)
         w = {
@@ -232,11 +238,11 @@ def _pointwise(g: Graph) -> Tensor:
     return g.concat(y, g.part(x, 1, 8))
 
 
-def _attend(g: Graph, kv: KVLayout) -> Tensor:
+def _attend(g: Graph, kv: KVLayout, softcap: float = 0.0) -> Tensor:
     rows = g.rows
     q = g.reshape(g.load("x"), (rows, 6, kv.k_dim))
     k = g.reshape(g.part(g.load("x"), 0, kv.num_heads * kv.k_dim), (rows, kv.num_heads, kv.k_dim))
-    return g.attention(q, k, None if kv.values_in_keys else k, kv, kv.k_dim**-0.5)
+    return g.attention(q, k, None if kv.values_in_keys else k, kv, kv.k_dim**-0.5, softcap=softcap)
 
 
 def _recur(g: Graph, layout: DeltaLayout) -> Tensor:

@@ -12,6 +12,9 @@ struct FloatCell {
     __device__ static float put(float v) { return v; }
 };
 
+// A score limited to `cap`, unless that is 0.
+__device__ __forceinline__ float softcapped(float score, float cap) { return cap ? cap * tanhf(score / cap) : score; }
+
 // cache[cells[row]] = x[row], rows of n values. Grid: n / 128, rows.
 template <class T> __global__ void write_cells(const float *x, const long long *cells, typename T::type *cache, int n) {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -25,7 +28,7 @@ template <class T> __global__ void write_cells(const float *x, const long long *
 template <class T, int MOST>
 __global__ void attend(const float *q, const typename T::type *keys, const typename T::type *values, const u16 *mask,
                        float *part, int kv_heads, int k_dim, int v_dim, int v_width, int n_kv, int stretch,
-                       float scale) {
+                       float scale, float softcap) {
     __shared__ float maxima[WARPS], sums[WARPS], outputs[WARPS][MOST];
     int head = blockIdx.x, split = blockIdx.y, row = blockIdx.z, warp = threadIdx.x / 32, warp_lane = threadIdx.x % 32;
     int kv_head = head / (gridDim.x / kv_heads);
@@ -46,7 +49,7 @@ __global__ void attend(const float *q, const typename T::type *keys, const typen
 #pragma unroll
         for (int j = 0; j < MOST / 32; j++)
             if (warp_lane + 32 * j < k_dim) score += query[j] * T::get(k[warp_lane + 32 * j]);
-        score = warp_sum(score) + bias;
+        score = softcapped(warp_sum(score), softcap) + bias;
         float above = fmaxf(maximum, score), keep = expf(maximum - above), add = expf(score - above);
         maximum = above;
         sum = sum * keep + add;
@@ -97,7 +100,7 @@ __global__ void merge_attention(const float *part, const float *sinks, float *ou
 template <class T, int MOST, int QUERIES, int CELLS>
 __global__ void attend_many(const float *q, const typename T::type *keys, const typename T::type *values,
                             const u16 *mask, const float *sinks, float *out, int rows, int kv_heads, int k_dim,
-                            int v_dim, int v_width, int n_kv, float scale) {
+                            int v_dim, int v_width, int n_kv, float scale, float softcap) {
     const int PARTS = (MOST + 32 * WARPS - 1) / (32 * WARPS);
     __shared__ float query[QUERIES][MOST], cell[CELLS][MOST + 1], weight[QUERIES][CELLS];
     __shared__ float maximum[QUERIES], sum[QUERIES], keep[QUERIES];
@@ -133,7 +136,7 @@ __global__ void attend_many(const float *q, const typename T::type *keys, const 
             if (weight[r][c] == -INFINITY) continue;
             float score = 0;
             for (int d = 0; d < k_dim; d++) score += query[r][d] * cell[c][d];
-            weight[r][c] += score;
+            weight[r][c] += softcapped(score, softcap);
         }
         __syncthreads();
         if (t < count) {

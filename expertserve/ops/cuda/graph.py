@@ -358,6 +358,7 @@ class CudaGraph(base.Graph):
         *,
         mask: str = "mask",
         sinks: str | None = None,
+        softcap: float = 0.0,
     ) -> Tensor:
         assert isinstance(q, CudaTensor) and (v is None) == kv.values_in_keys
         heads, rows, n_kv = q.shape[1], self.rows, self._backend.n_kv
@@ -373,15 +374,15 @@ class CudaGraph(base.Graph):
         most, out = most_head(kv), self._new(rows, heads * kv.v_dim)
         v_width = kv.k_dim if kv.values_in_keys else kv.num_heads * kv.v_dim
         sources, dims = (q, keys, values, self._buffer(mask)), (kv.num_heads, kv.k_dim, kv.v_dim, v_width)
-        extra = None if sinks is None else self._vector(sinks, heads)
+        extra, scales = None if sinks is None else self._vector(sinks, heads), (float(scale), float(softcap))
         if rows >= MANY_ROWS:
             tiles = blocks(rows, QUERIES_AND_CELLS[most][0])
-            self._run(attend_many(cell, most), (heads, tiles), *sources, extra, out, rows, *dims, n_kv, float(scale))
+            self._run(attend_many(cell, most), (heads, tiles), *sources, extra, out, rows, *dims, n_kv, *scales)
             return out
         splits = blocks(n_kv, STRETCH)
         part = self._new(rows, heads, splits, kv.v_dim + 2)
         kernel = f"attend<{cell}, {most}>"
-        self._run(kernel, (heads, splits, rows), *sources, part, *dims, n_kv, STRETCH, float(scale))
+        self._run(kernel, (heads, splits, rows), *sources, part, *dims, n_kv, STRETCH, *scales)
         self._run("merge_attention", (heads, rows), part, extra, out, splits, kv.v_dim)
         return out
 

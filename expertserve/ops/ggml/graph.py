@@ -294,6 +294,7 @@ class GgmlGraph(base.Graph):
         *,
         mask: str = "mask",
         sinks: str | None = None,
+        softcap: float = 0.0,
     ) -> Tensor:
         assert isinstance(q, GgmlTensor) and (v is None) == kv.values_in_keys
         heads = q.shape[1]
@@ -308,10 +309,10 @@ class GgmlGraph(base.Graph):
             row = ggml.ggml_reshape_2d(c, x.ptr, kv.num_heads * dim, self.rows)
             ggml.ggml_build_forward_expand(self.graph, ggml.ggml_set_rows(c, cache, row, cells))
         half = caches[0].contents.type == ggml.GGML_TYPE_F16
-        if self._backend.flash_attention and half and attention_fits(kv.k_dim, kv.v_dim):
+        if self._backend.flash_attention and half and attention_fits(kv.k_dim, kv.v_dim) and not softcap:
             out = self._half_attention(q, caches, kv, scale, mask, sinks)
         else:
-            out = self._ggml_attention(q, caches, kv, scale, mask, sinks)
+            out = self._ggml_attention(q, caches, kv, scale, mask, sinks, softcap)
         return self._new(out, (self.rows, heads * kv.v_dim))
 
     def _half_attention(
@@ -347,7 +348,14 @@ class GgmlGraph(base.Graph):
         return out
 
     def _ggml_attention(
-        self, q: GgmlTensor, caches: tuple[Any, Any], kv: KVLayout, scale: float, mask: str, sinks: str | None
+        self,
+        q: GgmlTensor,
+        caches: tuple[Any, Any],
+        kv: KVLayout,
+        scale: float,
+        mask: str,
+        sinks: str | None,
+        softcap: float,
     ) -> Any:
         """By ggml's operators, fused or with a score matrix."""
         c, heads, n_kv = self.ctx, q.shape[1], self._backend.n_kv
@@ -359,13 +367,15 @@ class GgmlGraph(base.Graph):
             views.append(ggml.ggml_view_3d(c, cache, dim, n_kv, kv.num_heads, cache.contents.nb[1], head, 0))
         queries = ggml.ggml_permute(c, q.ptr, 0, 2, 1, 3)  # [heads, rows, k_dim]
         if self._backend.flash_attention:
-            out = ggml.ggml_flash_attn_ext(c, queries, *views, seen, scale, 0.0, 0.0)
+            out = ggml.ggml_flash_attn_ext(c, queries, *views, seen, scale, 0.0, softcap)
             ggml.ggml_flash_attn_ext_add_sinks(out, sink_scores)
             ggml.ggml_flash_attn_ext_set_prec(out, ggml.GGML_PREC_F32)
             return ggml.ggml_reshape_2d(c, out, heads * kv.v_dim, self.rows)
         scores = ggml.ggml_mul_mat(c, views[0], queries)
         ggml.ggml_mul_mat_set_prec(scores, ggml.GGML_PREC_F32)
-        probs = ggml.ggml_soft_max_ext(c, scores, seen, scale, 0.0)
+        if softcap:
+            scores = ggml.ggml_scale(c, ggml.ggml_tanh(c, ggml.ggml_scale(c, scores, scale / softcap)), softcap)
+        probs = ggml.ggml_soft_max_ext(c, scores, seen, 1.0 if softcap else scale, 0.0)
         ggml.ggml_soft_max_add_sinks(probs, sink_scores)
         values = ggml.ggml_cont(c, ggml.ggml_transpose(c, views[1]))
         out = ggml.ggml_permute(c, ggml.ggml_mul_mat(c, values, probs), 0, 2, 1, 3)
