@@ -17,6 +17,7 @@ from starlette.responses import JSONResponse, Response
 from expertserve import __version__, log
 from expertserve.config import Settings
 from expertserve.experts.stats import ExpertStats
+from expertserve.server.body import BodyRoute
 from expertserve.server.chat import ChatChunks, ChatResponse
 from expertserve.server.completions import CompletionChunks, CompletionResponse, CompletionTexts
 from expertserve.server.cors import Cors
@@ -51,6 +52,7 @@ def create_app(state: ServerState) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,
     )
+    app.router.route_class = BodyRoute
     app.state.generations = Generations(metrics, state)
     app.add_middleware(Guard, state=state, metrics=metrics)
     app.add_middleware(Cors, state=state)

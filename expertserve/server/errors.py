@@ -87,7 +87,7 @@ def _field_name(location: Iterable[int | str]) -> str | None:
     return name or None
 
 
-def validation_error(error: RequestValidationError, content_type: str) -> RequestError:
+def validation_error(error: RequestValidationError) -> RequestError:
     """The first thing wrong with a body, in one line."""
     first = error.errors()[0]
     if first["type"] == "json_invalid":
@@ -96,16 +96,10 @@ def validation_error(error: RequestValidationError, content_type: str) -> Reques
             f"the body is not valid JSON: {reason} at character {first['loc'][-1]}", code="invalid_json"
         )
     param = _field_name(first["loc"])
-    if param is None and not _is_json(content_type):
-        return RequestError("send the body as JSON, with Content-Type: application/json", http_status=415)
     if param is None:
         return RequestError(f"the body cannot be used: {first['msg']}")
     code = "missing_required_parameter" if first["type"] == "missing" else "invalid_value"
     return RequestError(f"'{param}' cannot be used: {first['msg']}", param=param, code=code)
-
-
-def _is_json(content_type: str) -> bool:
-    return content_type.partition(";")[0].strip().lower().endswith(("/json", "+json"))
 
 
 def _http_error(error: HTTPException, request: Request) -> ExpertServeError:
@@ -128,7 +122,7 @@ def install_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def _on_invalid(request: Request, error: RequestValidationError) -> Response:
-        return error_response(validation_error(error, request.headers.get("content-type", "")))
+        return error_response(validation_error(error))
 
     @app.exception_handler(HTTPException)
     async def _on_http(request: Request, error: HTTPException) -> Response:

@@ -1,8 +1,8 @@
 """What every request passes first and every response last.
 
-Owns API keys, the limit on bodies, refusing while no model is ready, the request id, the access log and the request
-metrics. It is the outermost layer but for CORS, so an exception of a route ends here as an error object, never as a
-bare connection loss.
+Owns API keys, the limit on bodies, refusing while no model is ready, taking a body as JSON whatever it is called, the
+request id, the access log and the request metrics. It is the outermost layer but for CORS, so an exception of a route
+ends here as an error object, never as a bare connection loss.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from collections import Counter
 from collections.abc import Iterable
 
 import structlog
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from expertserve import log
 from expertserve.errors import ExpertServeError, RequestError
+from expertserve.server.cors import origin_refused, strange_origin
 from expertserve.server.errors import OverloadedError, error_response
 from expertserve.server.metrics import ServerMetrics
 from expertserve.server.page import is_page
@@ -62,6 +64,7 @@ class Guard:
 
     async def _answer(self, scope: Scope, exchange: _Exchange, key: bytes | None) -> None:
         """Counts what a key has under way; asking how the server does is free."""
+        MutableHeaders(scope=scope)["content-type"] = "application/json"
         if key is None or scope["method"] != "POST":
             await self._app(scope, exchange.receive, exchange.send)
             return
@@ -81,6 +84,9 @@ class Guard:
             )
         if is_page(path):
             return None
+        origin = strange_origin(Headers(scope=scope), self._state.settings.cors_origins)
+        if scope["method"] == "POST" and origin is not None:
+            return origin_refused(origin)
         if path not in _WITHOUT_KEY and self._state.settings.key_digests and key is None:
             error = RequestError(
                 "a valid API key is needed: send it as 'Authorization: Bearer KEY'",

@@ -5,6 +5,9 @@ from __future__ import annotations
 import http.client
 import json
 import re
+import shutil
+import socket
+import subprocess
 from contextlib import closing
 from typing import Any
 
@@ -16,6 +19,7 @@ from hypothesis import strategies as st
 
 from expertserve.errors import ExpertReadError
 from expertserve.models.batch import Batch
+from expertserve.server.body import MAX_MARKS
 from expertserve.server.protocol import ChatBody, CompletionBody
 from tests.server.hash_world import CONTEXT, MODEL, VOCAB, ByteTokenizer, World
 from tests.server.worlds import Running, running
@@ -252,10 +256,59 @@ def test_a_number_that_is_none_is_refused(server: Running) -> None:
         error_of(server.http.post(TEXT, content=content, headers={"content-type": "application/json"}), 400)
 
 
-def test_json_under_another_content_type_is_415(server: Running) -> None:
-    """A page in a browser can send text/plain to a local server without asking; it cannot send JSON."""
-    response = server.http.post(TEXT, content=b'{"prompt": "x"}', headers={"content-type": "text/plain"})
-    assert "application/json" in error_of(response, 415)["message"]
+FORM = "application/x-www-form-urlencoded"
+
+
+def raw_status(server: Running, *headers: str) -> tuple[int, bytes]:
+    """A request as it goes over the wire, with these headers and no others but what HTTP wants."""
+    body = b'{"prompt": "x", "max_tokens": 1}'
+    address = server.url.removeprefix("http://")
+    head = [f"POST {TEXT} HTTP/1.1", f"Host: {address}", "Connection: close", f"Content-Length: {len(body)}", *headers]
+    host, port = address.split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as client:
+        client.sendall("\r\n".join([*head, "", ""]).encode() + body)
+        answer = b"".join(iter(lambda: client.recv(65536), b""))
+    return int(answer.split()[1]), answer
+
+
+@pytest.mark.parametrize("kind", ["", f"Content-Type: {FORM}", "Content-Type: text/plain", "Content-Type: wrong"])
+def test_a_body_is_json_whatever_it_is_called(server: Running, kind: str) -> None:
+    own = f"Origin: {server.url}"
+    rewritten = ("Origin: https://chat.example", "Sec-Fetch-Site: same-origin")  # a proxy before us changed the host
+    for origin in ((), (own,), rewritten):
+        assert raw_status(server, *filter(None, (kind, *origin)))[0] == 200
+
+
+@pytest.mark.parametrize("kind", ["", f"Content-Type: {FORM}", "Content-Type: text/plain; x=application/json"])
+@pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://127.0.0.1", "https://"])
+def test_what_a_browser_sends_for_a_page_from_elsewhere_without_asking_is_403(
+    server: Running, kind: str, origin: str
+) -> None:
+    before = server.world.engine.snapshot()["rows"]
+    for site in ("", "Sec-Fetch-Site: cross-site", "Sec-Fetch-Site: same-site"):
+        status, answer = raw_status(server, *filter(None, (kind, f"Origin: {origin}", site)))
+        assert status == 403 and b"origin_not_allowed" in answer and origin.encode() in answer
+    assert server.world.engine.snapshot()["rows"] == before
+
+
+def test_an_origin_that_is_allowed_may_send_what_it_likes() -> None:
+    for allowed, status in ((("https://chat.example",), 200), (("*",), 200), (("https://other.example",), 403)):
+        with running(World(), cors_origins=allowed) as server:
+            assert raw_status(server, "Content-Type: text/plain", "Origin: https://chat.example")[0] == status
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="no curl")
+def test_curl_without_a_content_type_is_answered(server: Running) -> None:
+    said = ["curl", "-sS", server.url + CHAT, "-d", '{"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}']
+    answer = json.loads(subprocess.run(said, check=True, capture_output=True).stdout)
+    assert answer["object"] == "chat.completion"
+
+
+@pytest.mark.parametrize("value", [b"[]", b"{}", b"5"])
+def test_a_body_of_millions_of_values_is_413_before_it_is_made_into_objects(server: Running, value: bytes) -> None:
+    content = b'{"prompt": "x", "max_tokens": 1, "x": [' + value + (b"," + value) * MAX_MARKS + b"]}"
+    assert "commas" in error_of(server.http.post(TEXT, content=content), 413)["message"]
+    assert server.post(TEXT, prompt="x", max_tokens=1, x=[0] * 10_000).status_code == 200
 
 
 def test_unknown_path_is_404_and_wrong_method_405(server: Running) -> None:

@@ -1,0 +1,39 @@
+"""How large a body may be apart from its bytes.
+
+Owns the limit on what JSON has many of. Text is cheap to read; millions of small values are not, and they are made into
+objects while the interpreter does nothing else, the writing of other answers included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from fastapi import Request
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+
+# More than the token ids or the commas of a text that fills a context, and about a second's work at the most.
+MAX_MARKS = 1_500_000
+
+
+class BodyRoute(APIRoute):
+    """A route that refuses a body of too many values before anything is made of it."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def checked(request: Request) -> Response:
+            try:
+                body = await request.body()
+            except ClientDisconnect:
+                raise HTTPException(400, "the client left before the end of its request") from None
+            if sum(body.count(mark) for mark in (b",", b"[", b"{")) > MAX_MARKS:
+                raise HTTPException(
+                    413, f"the body has more than {MAX_MARKS} commas and opening brackets: send less in one request"
+                )
+            return await handle(request)
+
+        return checked
