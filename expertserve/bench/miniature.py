@@ -9,7 +9,7 @@ shows what a read costs the processor. Invariant: no weight of the file is compu
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from statistics import median
@@ -43,6 +43,7 @@ from expertserve.text.tokenizer import Tokenizer
 ROUTED_LAYERS = 4
 _EXPERT_BYTES = 512 << 20  # of made-up experts: many times what a processor's caches hold
 _TOKENS = 24
+_STREAMED_TOKENS = 48
 _WARM_TOKENS = 3
 _CONTEXT = 1024
 _PREFILL_S = 4.0
@@ -176,12 +177,15 @@ def measure_costs(model: Model, settings: Settings, between: Callable[[], None] 
         between()
         streamed = _is_here(world.model)
         if streamed:
-            compute = _with_reads(compute, world)
+            _forget_made_up(world.lane)
+            waiting = _streamed(world)
             between()
+            compute = _with_reads(compute, model.hp.top_k, waiting)
     if streamed and settings.lookahead != "off":
         with _world(model.file, settings, layers, "on") as world:
-            compute = _with_guesses(compute, world)
+            guessing = _streamed(world)
             between()
+            compute = _with_reads(compute, model.hp.top_k, waiting, guessing)
     return Measured(compute, prefill, routed, streamed)
 
 
@@ -236,30 +240,48 @@ def _point_at_made_up(lane: ExpertLane) -> None:
         streamer.address[:] = at + np.array(layout.offsets, np.uint64)[:, None]
 
 
-def _with_reads(compute: ComputeCosts, world: _World) -> ComputeCosts:
-    """Streams with the lane whose experts were made up, and adds what a read costs the processor."""
-    for streamer in world.lane.streamers:
+def _forget_made_up(lane: ExpertLane) -> None:
+    for streamer in lane.streamers:
         streamer.address[:] = 0
-    periods = _streamed(world)
-    reads = sum(p.reads for p in periods)
-    extra = _busy(periods) - compute.layer_s - world.model.hp.top_k * compute.expert_s
-    return dataclasses.replace(compute, miss_s=max(0.0, extra * len(periods) / reads) if reads else 0.0)
-
-
-def _with_guesses(compute: ComputeCosts, world: _World) -> ComputeCosts:
-    periods = _streamed(world)
-    reads = sum(p.reads for p in periods) / len(periods)
-    extra = _busy(periods) - compute.layer_s - world.model.hp.top_k * compute.expert_s - reads * compute.miss_s
-    return dataclasses.replace(compute, guess_s=max(0.0, extra))
 
 
 def _streamed(world: _World) -> list[Period]:
+    """Periods of decode with the file's experts."""
     world.run(16, _WARM_TOKENS)
-    return [p for p in world.run(16, _TOKENS)[1] if p.rows == 1]
+    return [p for p in world.run(16, _STREAMED_TOKENS)[1] if p.rows == 1]
 
 
-def _busy(periods: list[Period]) -> float:
-    return median(p.seconds - p.stalled_s for p in periods)
+def _with_reads(
+    compute: ComputeCosts, top_k: int, waiting: Sequence[Period], guessing: Sequence[Period] = ()
+) -> ComputeCosts:
+    """Adds what reads and guesses cost the processor, by periods without look-ahead and with it."""
+    miss_s = read_cost([waiting, guessing] if guessing else [waiting])
+    if miss_s is None:  # each layer read as many as the next
+        reads = waiting[0].reads
+        miss_s = (_busy(waiting) - compute.layer_s - top_k * compute.expert_s) / reads if reads else 0.0
+    miss_s = max(0.0, miss_s)
+    guess_s = max(0.0, _busy(guessing, miss_s) - _busy(waiting, miss_s)) if guessing else 0.0
+    return dataclasses.replace(compute, miss_s=miss_s, guess_s=guess_s)
+
+
+def read_cost(runs: Sequence[Sequence[Period]]) -> float | None:
+    """Seconds of the processor that a read costs: by how much periods with more reads are longer, stalls left out.
+
+    The median of the slopes between all pairs of a run's periods (Theil 1950, Sen 1968), which moments when other
+    processes took part hardly move; None where no two periods differ in reads.
+    """
+    slopes = []
+    for periods in runs:
+        reads = np.array([p.reads for p in periods])
+        busy = np.array([p.seconds - p.stalled_s for p in periods])
+        more = np.subtract.outer(reads, reads)
+        slopes.append(np.subtract.outer(busy, busy)[more > 0] / more[more > 0])
+    found = np.concatenate(slopes)
+    return float(np.median(found)) if len(found) else None
+
+
+def _busy(periods: Sequence[Period], miss_s: float = 0.0) -> float:
+    return median(p.seconds - p.stalled_s - p.reads * miss_s for p in periods)
 
 
 def _typical(periods: list[Period]) -> tuple[float, float]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from expertserve.bench.costs import ComputeCosts, DiskCosts
-from expertserve.bench.miniature import MiniatureFile, measure_costs
+from expertserve.bench.miniature import MiniatureFile, Period, measure_costs, read_cost
 from expertserve.bench.plan import knee_share, predict_decode, traced_hit_rate, usual_hit_rate
 from expertserve.cli import main
 from expertserve.config import resolve
@@ -97,6 +97,17 @@ def test_the_formula_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
     assert eval(terms) == pytest.approx(float(total), rel=0.02)
     assert report["decode_tok_s"] == pytest.approx(1000 / report["token_ms"])
     assert report["reads_a_token"] >= 24 * (1 - report["hit_rate"]) * 0.8
+
+
+def test_what_a_read_costs_is_the_slope_over_reads_whatever_else_ran() -> None:
+    def period(reads: int, busy: float) -> Period:
+        return Period(1, seconds=busy + 9.0 * reads, expert_s=0.0, stalled_s=9.0 * reads, reads=reads)
+
+    without = [period(reads, 2.0 + 0.25 * reads) for reads in (0, 1, 2, 3, 1, 0)]
+    disturbed = [period(2, 50.0), *[period(reads, 3.0 + 0.25 * reads) for reads in (4, 1, 2, 2, 0)]]
+    assert read_cost([without]) == pytest.approx(0.25)
+    assert read_cost([without, disturbed]) == pytest.approx(0.25)
+    assert read_cost([[period(3, 1.0), period(3, 2.0)]]) is None
 
 
 def test_one_layer_is_too_few_to_time() -> None:
