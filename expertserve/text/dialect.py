@@ -14,6 +14,7 @@ from expertserve.text.dialects.dialect import Around, Calls, Dialect, Either, Se
 from expertserve.text.dialects.gemma_calls import GEMMA
 from expertserve.text.dialects.harmony import SPELLINGS, HarmonyDialect
 from expertserve.text.dialects.json_calls import (
+    COHERE,
     DEEPSEEK_V3,
     DEEPSEEK_V31,
     GRANITE,
@@ -30,7 +31,7 @@ from expertserve.text.dialects.marks import Marks
 from expertserve.text.dialects.pythonic_calls import LFM_PYTHONIC, LLAMA_PYTHONIC
 from expertserve.text.dialects.tagged_calls import GLM, MINIMAX, QWEN_CODER
 
-THINK = ("<think>", "</think>")
+THINKS = (("<think>", "</think>"), ("<|START_THINKING|>", "<|END_THINKING|>"))
 GEMMA_THOUGHT = Around(("<|channel>thought\n", "<channel|>"), spellings=("<|channel>", "<channel|>"))
 LFM = Either(LFM_PYTHONIC, LFM_JSON)
 LLAMA_4 = Either(LLAMA, LLAMA_PYTHONIC)
@@ -58,6 +59,7 @@ CALLS = (
     Told(("<|tool_call>", "<tool_call|>"), GEMMA, "Gemma 4"),
     Told(("<|tool_call|>", "<|/tool_call|>"), PHI, "Phi-4"),
     Told(("<|tool_call|>",), GRANITE, "Granite 3"),
+    Told(("<|START_ACTION|>",), COHERE, "Cohere's Command R7B, Command A and later ones"),
     Told(("<tool_calls>",), HUNYUAN, "Hunyuan-A13B"),
     Told(("<function=",), QWEN_CODER, "Qwen3-Coder, Qwen3.5"),
     Told(("<arg_key>",), GLM, "GLM-4.5, GLM-4.6, GLM-4.7"),
@@ -65,7 +67,12 @@ CALLS = (
     Told(("<|python_start|>",), LLAMA_4, "Llama 4, JSON or in Python's form"),
 )
 HARMONY = ("<|start|>", "<|channel|>", "<|message|>")
-_CONTENT = (("<answer>", "</answer>"), ("<response>", "</response>"))
+_CONTENT = (
+    ("<answer>", "</answer>"),
+    ("<response>", "</response>"),
+    ("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+    ("<|START_TEXT|>", "<|END_TEXT|>"),
+)
 
 
 def dialect_of(template: str, special_id: Callable[[str], int | None]) -> Dialect:
@@ -84,7 +91,8 @@ def _calls(has: Callable[[str], bool]) -> Calls | None:
 def _around(template: str) -> Around:
     if "<|channel>thought" in template:
         return GEMMA_THOUGHT
-    if THINK[1] not in template:
+    reasoning = next((pair for pair in THINKS if pair[1] in template), None)
+    if reasoning is None:
         return Around()
     content = next((pair for pair in _CONTENT if pair[0] in template and pair[1] in template), None)
-    return Around(THINK, content, THINK + (content or ()))
+    return Around(reasoning, content, reasoning + (content or ()))

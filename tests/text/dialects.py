@@ -44,6 +44,10 @@ def _arguments(days: int) -> str:
     return f'{{"city": "K\u00f6ln }}", "days": {days}}}'
 
 
+def _cohere(days: int) -> str:
+    return f'{{"tool_call_id": "{days}", "tool_name": "weather", "parameters": {_arguments(days)}}}'
+
+
 _HERMES = "<tool_call>\n{}\n</tool_call>"
 _QWEN = (
     "<tool_call>\n<function=weather>\n<parameter=city>\nK\u00f6ln }}\n</parameter>\n<parameter=days>\n{}\n"
@@ -175,6 +179,12 @@ SPOKEN: Mapping[str, Spoken] = {
         "<tool_calls>",
         f"<tool_calls>[\n{_json(3)},\n{_json(4)}\n]</tool_calls>",
         f"<tool_calls>[{_NOW}]</tool_calls>",
+    ),
+    "cohere": Spoken(
+        "<|START_ACTION|>",
+        f"<|START_ACTION|>[\n    {_cohere(3)},\n    {_cohere(4)}\n]<|END_ACTION|>",
+        '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "now", "parameters": {}}\n]<|END_ACTION|>',
+        ("<|START_ACTION|>", "<|END_ACTION|>"),
     ),
     "lfm": Spoken(
         "<|tool_call_start|>",

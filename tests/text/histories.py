@@ -105,6 +105,13 @@ HISTORIES: Mapping[str, str] = {
     "granite": _each(_object(), ", ", "<|tool_call|>[", "]"),
     "phi": _each(_object(), ", ", "<|tool_call|>[", "]<|/tool_call|>"),
     "hunyuan": _each(_object(), ",\n", "<tool_calls>[\n", "\n]</tool_calls>"),
+    "cohere": _each(
+        '{{ \'    {"tool_call_id": "0", "tool_name": "\' + f.name + \'", "parameters": \' }}'
+        "{{ f.arguments | tojson }}{{ '}' }}",
+        ",\n",
+        "<|START_ACTION|>[\n",
+        "\n]<|END_ACTION|>",
+    ),
     "lfm": _each(_LFM, ", ", "<|tool_call_start|>[", "]<|tool_call_end|>"),
     "llama": _each(_object("parameters"), "", "<|python_start|><|python_end|>"),
     "gemma": _GEMMA

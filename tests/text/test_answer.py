@@ -182,6 +182,18 @@ def test_content_may_have_marks_of_its_own() -> None:
     assert joined(cut(dialect, ["No </answer> here."])) == ("", "No </answer> here.", [])
 
 
+def test_reasoning_and_content_of_cohere_are_in_marks_of_their_own() -> None:
+    template = "<|START_THINKING|><|END_THINKING|><|START_RESPONSE|><|END_RESPONSE|>" + SPOKEN["cohere"].template
+    dialect = dialect_of(template, lambda text: None)
+    thought = "<|START_THINKING|>hm<|END_THINKING|>"
+    for text, expected in (
+        (f"{thought}<|START_RESPONSE|>Yes.<|END_RESPONSE|>", ("hm", "Yes.", [])),
+        (f"{thought}{SPOKEN['cohere'].nothing}", ("hm", "", [("now", "{}")])),
+    ):
+        for size in (1, len(text)):
+            assert joined(cut(dialect, in_parts(text, size))) == expected
+
+
 def test_fields_in_another_order_and_arguments_as_a_string_are_calls() -> None:
     for call in (
         '{"arguments": {"city": "x"}, "name": "weather"}',
@@ -194,6 +206,7 @@ def test_fields_in_another_order_and_arguments_as_a_string_are_calls() -> None:
             ("mistral", f"[TOOL_CALLS][{call}]"),
             ("granite", f"<|tool_call|>{call}"),
             ("hunyuan", f"<tool_calls>[{call}]</tool_calls>"),
+            ("cohere", f"<|START_ACTION|>[{call}]<|END_ACTION|>".replace('"name"', '"tool_name"')),
         ):
             _, content, calls = joined(cut(SPOKEN[name].dialect(), in_parts(text, 3)))
             assert content == "" and calls == [("weather", '{"city": "x"}')]

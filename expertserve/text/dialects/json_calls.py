@@ -1,4 +1,4 @@
-"""Calls whose arguments are a JSON object: Hermes and Qwen, DeepSeek, Kimi, Mistral, Granite, Phi, Hunyuan, Llama."""
+"""Calls whose arguments are a JSON object, as most models write them."""
 
 from __future__ import annotations
 
@@ -117,6 +117,21 @@ MISTRAL_V11 = JsonCalls(
 GRANITE = _objects("<|tool_call|>", "")
 PHI = _objects("<|tool_call|>", "<|/tool_call|>")
 HUNYUAN = _objects("<tool_calls>", "</tool_calls>")
+_COHERE_CALL = (
+    r'\{\s*(?:"tool_call_id"\s*:\s*"[^"]*"\s*,\s*)?"tool_name"\s*:\s*"(?P<name>[^"\\]+)"\s*,\s*"parameters"\s*:' + BEGIN
+)
+COHERE = JsonCalls(
+    spellings=("<|START_ACTION|>", "<|END_ACTION|>"),
+    triggers=("<|START_ACTION|>",),
+    opening=rf"\s*<|START_ACTION|>\s*\[\s*{_COHERE_CALL}",
+    following=rf"\s*,\s*{_COHERE_CALL}",
+    tail=OBJECT_END,
+    end=r"\s*\]\s*<|END_ACTION|>",
+    section=("<|START_ACTION|>[\n    ", ",\n    ", "\n]<|END_ACTION|>"),
+    head='{"tool_call_id": "#", "tool_name": "NAME", "parameters": ',
+    foot="}",
+    close="<|END_ACTION|>",
+)
 LFM_JSON = _objects("<|tool_call_start|>", "<|tool_call_end|>")
 LLAMA = JsonCalls(
     spellings=("<|python_start|>", "<|python_end|>"),

@@ -245,7 +245,7 @@ def whole_calls(block: str) -> list[tuple[str, str]] | None:
 def _whole_call(call: Any) -> tuple[str, str] | None:
     if isinstance(call, dict) and isinstance(call.get("function"), dict):
         call = call["function"]
-    if not isinstance(call, dict) or not isinstance(name := call.get("name"), str):
+    if not isinstance(call, dict) or not isinstance(name := call.get("name", call.get("tool_name")), str):
         return None
     arguments = call.get("arguments", call.get("parameters")) or {}
     if isinstance(arguments, str):  # some write the object as a string
