@@ -105,6 +105,7 @@ def test_the_floor_is_no_worse_than_a_text_of_longest_tokens(tokenizer: Tokenize
         assert tokenizer.min_tokens(text * 100) >= int(100 * least)
 
 
+@pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS)
 def test_a_stream_never_shows_part_of_a_character(tokenizer: Tokenizer) -> None:
     for text in TEXTS:
         stream = tokenizer.stream()
