@@ -16,7 +16,7 @@ from expertserve.gguf.file import GGUFFile, TensorInfo
 
 _TOWER_NAME = re.compile(r"blk\.(\d{1,6})\.ffn_(gate_up|gate|up|down)_exps\.weight")
 _ONE_TENSOR_AN_EXPERT = re.compile(r"blk\.\d+\.ffn_(gate|up|down)\.\d+\.weight")
-_ROLES = (("gate", "up", "down"), ("gate_up", "down"))
+_ROLES = (("gate", "up", "down"), ("gate_up", "down"), ("up", "down"))
 _uids = itertools.count(1)
 
 
@@ -35,7 +35,7 @@ class ExpertTower:
 
     Attributes:
         slices: the tensors [num_experts, rows, columns], in the order of `roles`.
-        roles: ("gate", "up", "down") or ("gate_up", "down").
+        roles: ("gate", "up", "down"), ("gate_up", "down") or, without a gate, ("up", "down").
     """
 
     uid: int
@@ -74,14 +74,14 @@ def _tower(file: GGUFFile, layer: int, by_role: dict[str, TensorInfo]) -> Expert
     roles = next((roles for roles in _ROLES if set(roles) == set(by_role)), None)
     if roles is None:
         raise GGUFError(
-            f"{where} have {', '.join(sorted(by_role))}, not gate, up, down or gate_up, down; convert again"
+            f"{where} have {', '.join(sorted(by_role))}, not (gate,) up, down or gate_up, down; convert again"
         )
     slices = tuple(by_role[role] for role in roles)
     shapes = [tensor.shape for tensor in slices]
     if any(len(shape) != 3 for shape in shapes) or len({shape[0] for shape in shapes}) != 1:
         raise GGUFError(f"{where} disagree on their number: shapes {shapes}; convert again")
     num_experts, hidden, ffn = shapes[-1]
-    wanted = (num_experts, ffn if len(roles) == 3 else 2 * ffn, hidden)
+    wanted = (num_experts, 2 * ffn if "gate_up" in roles else ffn, hidden)
     if any(shape != wanted for shape in shapes[:-1]):
         raise GGUFError(f"{where} do not fit together: shapes {shapes} ({', '.join(roles)}); convert again")
     return ExpertTower(next(_uids), layer, num_experts, slices, roles)

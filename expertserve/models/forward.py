@@ -106,11 +106,11 @@ class Forward:
             "num_runs": ((1,), np.int32, WRITES),
             "mask": ((rows * self.kv_cells,), np.float16, WRITES),
             "residual": ((rows, hp.hidden), np.float32, NONE),
-            "ffn_input": ((rows, hp.hidden), np.float32, NONE),
+            "ffn_input": ((rows, self.model.expert_hidden), np.float32, NONE),
             "router": ((rows, hp.num_experts), np.float32, READS),
             "guess": ((rows, hp.num_experts), np.float32, READS),
             "expert_weights": ((rows, hp.top_k), np.float32, WRITES),
-            "expert_out": ((rows * hp.top_k, hp.hidden), np.float32, NONE),
+            "expert_out": ((rows * hp.top_k, self.model.expert_hidden), np.float32, NONE),
             "logits": ((self.max_outputs, self.vocab_size), np.float32, READS),
         }
         if self.model.draft_layer is not None:

@@ -89,6 +89,6 @@ class Gemma4(GqaModel):
 
     def join(self, g: Graph, layer: int) -> Tensor:
         p = f"blk.{layer}."
-        routed = self.norm(g, g.combine_experts(self.hp.hidden, self.hp.top_k), p + "post_ffw_norm_2")
+        routed = self.norm(g, self.routed(g, layer), p + "post_ffw_norm_2")
         both = self.norm(g, g.add(routed, g.load("shared")), p + "post_ffw_norm")
         return g.mul_weight(g.add(both, g.load("residual")), p + "layer_output_scale.weight")

@@ -32,6 +32,8 @@ class Model(ABC):
     activation: ClassVar[Activation] = Activation.SILU
     ffn_norm: ClassVar[str] = "ffn_norm"
     output_norm: ClassVar[str] = "output_norm"
+    gated: ClassVar[bool] = True
+    """Whether feed-forwards have a gate beside their up."""
     weigh_inputs: ClassVar[bool] = False
     """Whether the router's weights multiply what goes into the experts instead of what comes out."""
     predicts_ahead: ClassVar[bool] = False
@@ -41,7 +43,7 @@ class Model(ABC):
         """With `draft` the layer after the trunk is part of it, which predicts one token further ahead.
 
         Raises:
-            UnsupportedModelError: there is no such layer in the file, or one of the trunk has no feed-forward.
+            UnsupportedModelError: there is no such layer in the file, or one of the trunk is not whole.
         """
         self.file = file
         self.hp: HParams = read_hparams(file)
@@ -52,12 +54,29 @@ class Model(ABC):
         self.residual_scale = read_float(file, "residual_scale", 1.0) or 1.0
         self.logit_scale = read_float(file, "logit_scale", 1.0) or 1.0
         self.logit_softcap = read_float(file, "final_logit_softcapping", 0.0)
-        for layer in range(self.hp.num_layers):
-            if layer not in self.towers and not self.has(f"blk.{layer}.ffn_up.weight"):
-                raise UnsupportedModelError(
-                    f"{file.paths[0].name}: layer {layer} has neither routed experts nor a dense feed-forward"
-                )
+        self._check_layers()
         self.router: RouterRule = read_router_rule(file, self.hp.top_k, normalise=self.normalise_router)
+
+    def _check_layers(self) -> None:
+        where = self.file.paths[0].name
+        for layer in range(self.hp.num_layers):
+            if layer not in self.towers and not self.is_dense(layer):
+                raise UnsupportedModelError(
+                    f"{where}: layer {layer} has neither routed experts nor a dense feed-forward"
+                )
+        for layer, tower in self.towers.items():
+            if self.gated == (tower.roles == ("up", "down")):
+                found, wanted = ", ".join(tower.roles), "a gate" if self.gated else "no gate"
+                raise UnsupportedModelError(f"{where}: experts of layer {layer} have {found}, expected {wanted}")
+
+    def is_dense(self, layer: int) -> bool:
+        """Whether the file has what a layer without routed experts consists of."""
+        return self.has(f"blk.{layer}.ffn_up.weight")
+
+    @property
+    def expert_hidden(self) -> int:
+        """Elements of what goes into an expert, and of what comes out."""
+        return self.hp.hidden
 
     @property
     def vocab_size(self) -> int:
@@ -120,9 +139,10 @@ class Model(ABC):
 
     def kv_layouts(self) -> Sequence[KVLayout]:
         """Those of all layers that attend."""
-        recurrent = {state.layer for state in self.recurrent_layouts()}
+        others = {state.layer for state in self.recurrent_layouts()}
+        others |= {layer for layer, heads in enumerate(self.hp.kv_heads) if not heads}
         layers = [*range(self.hp.num_layers), *([] if self.draft_layer is None else [self.draft_layer])]
-        return [self.kv_layout(layer) for layer in layers if layer not in recurrent]
+        return [self.kv_layout(layer) for layer in layers if layer not in others]
 
     def recurrent_layouts(self) -> Sequence[RecurrentLayout]:
         """The recurrent state's part of each layer that has one."""
@@ -144,7 +164,7 @@ class Model(ABC):
         down = tower.slices[tower.roles.index("down")]
         names = {role: f"blk.{tower.layer}.ffn_{role}_exps.bias" for role in tower.roles}
         biases = {role: name for role, name in names.items() if self.has(name)}
-        return ExpertShape(self.hp.hidden, down.shape[2], self.hp.top_k, self.activation, biases, self.weigh_inputs)
+        return ExpertShape(self.expert_hidden, down.shape[2], self.hp.top_k, self.activation, biases, self.weigh_inputs)
 
     # -- order of operations ----------------------------------------------------------------------------------------
 
@@ -163,13 +183,21 @@ class Model(ABC):
         """
         residual, ffn_input = self._attend(g, layer, x)
         g.store("residual", residual)
-        g.store("ffn_input", ffn_input)
+        g.store("ffn_input", self.expert_input(g, layer, ffn_input))
         g.store("router", self.router_logits(g, layer, ffn_input))
         if self.has_shared_expert:
             g.store("shared", self.shared_expert(g, layer, ffn_input))
         if guess is not None:
             expected = self.norm(g, residual, f"blk.{guess}.{self.ffn_norm}")
             g.store("guess", self.router_logits(g, guess, expected))
+
+    def expert_input(self, g: Graph, layer: int, x: Tensor) -> Tensor:
+        """What the routed experts get of x [rows, hidden], which the router and the shared expert get."""
+        return x
+
+    def routed(self, g: Graph, layer: int) -> Tensor:
+        """What a layer's routed experts give together, [rows, hidden]."""
+        return g.combine_experts(self.expert_hidden, self.hp.top_k, weighted=not self.weigh_inputs)
 
     def dense_layer(self, g: Graph, layer: int, x: Tensor) -> Tensor:
         """The residual stream after a layer that has no routed experts."""
@@ -207,7 +235,8 @@ class Model(ABC):
         return g.mul(out, g.sigmoid(g.linear(x, p + "gate_inp_shexp.weight")))
 
     def _feed_forward(self, g: Graph, p: str, suffix: str, x: Tensor) -> Tensor:
-        gate, up = (g.linear(x, f"{p}{role}{suffix}.weight") for role in ("gate", "up"))
+        up = g.linear(x, f"{p}up{suffix}.weight")
+        gate = g.linear(x, f"{p}gate{suffix}.weight") if self.gated else up
         return g.linear(g.gated(gate, up, self.activation), f"{p}down{suffix}.weight")
 
     def draft_input(self, g: Graph) -> Tensor:
@@ -231,7 +260,7 @@ class Model(ABC):
 
     def join(self, g: Graph, layer: int) -> Tensor:
         """The residual stream after a layer's experts: their weighted sum, the shared expert, the residual."""
-        out = g.combine_experts(self.hp.hidden, self.hp.top_k, weighted=not self.weigh_inputs)
+        out = self.routed(g, layer)
         if self.has_shared_expert:
             out = g.add(out, g.load("shared"))
         return g.add(self.feed_forward_output(g, layer, out), g.load("residual"))

@@ -206,12 +206,14 @@ class Activation(Enum):
     """Gated activation of a feed-forward block.
 
     SILU: gate * sigmoid(gate) * up. GELU: the tanh form of arXiv:1606.08415, times up. SWIGLU_OAI, as gpt-oss has it:
-    g * sigmoid(1.702 g) * (u + 1), with g = min(gate, 7) and u = up limited to [-7, 7].
+    g * sigmoid(1.702 g) * (u + 1), with g = min(gate, 7) and u = up limited to [-7, 7]. RELU: max(gate, 0) * up, which
+    is the squared ReLU where up is its own gate.
     """
 
     SILU = "silu"
     GELU = "gelu"
     SWIGLU_OAI = "swiglu-oai"
+    RELU = "relu"
 
 
 class Graph(ABC):
@@ -257,7 +259,7 @@ class Graph(ABC):
 
     @abstractmethod
     def mul_weight(self, x: Tensor, weight: str) -> Tensor:
-        """x [.., n] times the weight [n], or the weight [1]."""
+        """x [.., n] times the weight [n], or the weight [1]; x [rows, heads, n] also times the weight [heads, n]."""
 
     @abstractmethod
     def mul(self, a: Tensor, b: Tensor) -> Tensor:
@@ -371,7 +373,10 @@ class Segment(ABC):
 
 
 class ExpertKernel(ABC):
-    """The routed feed-forward of one slot layout: for each (token, expert) pair, down(act(gate x, up x))."""
+    """The routed feed-forward of one slot layout: for each (token, expert) pair, down(act(gate x, up x)).
+
+    Where experts have no gate, act gets up x for both.
+    """
 
     @abstractmethod
     def begin(self, rows: int) -> None:

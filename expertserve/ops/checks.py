@@ -51,9 +51,11 @@ def head_outputs(name: str, shape: Sequence[int], heads: int, n_in: int) -> int:
     return shape[1]
 
 
-def factor_width(shape: Sequence[int], width: int) -> int:
-    """Elements of a weight that multiplies rows of `width`: a single one, or as many."""
-    return 1 if tuple(shape) == (1,) else width
+def factor_shape(shape: Sequence[int], x: Sequence[int]) -> tuple[int, ...]:
+    """The shape of a weight that multiplies x: a single value, one for each of the last axis, or one row a head."""
+    if tuple(shape) == (1,):
+        return (1,)
+    return tuple(x[-2:]) if len(shape) == 2 else (x[-1],)
 
 
 def check_part(width: int, start: int, stop: int) -> None:

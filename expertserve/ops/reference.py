@@ -74,6 +74,9 @@ def activate(gate: Array, up: Array, activation: Activation) -> Array:
         inner = np.float32(math.sqrt(2 / math.pi)) * gate * (1 + np.float32(0.044715) * gate * gate)
         gelu: Array = np.float32(0.5) * gate * (1 + np.tanh(inner))
         return gelu * up
+    if activation is Activation.RELU:
+        relu: Array = np.maximum(gate, np.float32(0))
+        return relu * up
     limited: Array = np.minimum(gate, np.float32(7))
     shifted: Array = np.clip(up, np.float32(-7), np.float32(7)) + np.float32(1)
     return limited * sigmoid(np.float32(1.702) * limited) * shifted
@@ -306,7 +309,7 @@ class NumpyExpertKernel(base.ExpertKernel):
             made = {role: rows @ parts[role].T + added.get(role, 0) for role in parts if role != "down"}
             if "gate_up" in made:
                 made["gate"], made["up"] = np.split(made["gate_up"], 2, axis=1)
-            h = activate(made["gate"], made["up"], self._shape.activation)
+            h = activate(made.get("gate", made["up"]), made["up"], self._shape.activation)
             out[pairs] = h @ parts["down"].T + added.get("down", 0)
 
     def _matrix(self, info: TensorInfo, address: int) -> Array:

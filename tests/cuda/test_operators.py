@@ -44,6 +44,16 @@ def test_value_by_value(n: int) -> None:
     agree(build, random(5, n), weights)
 
 
+@pytest.mark.parametrize("activation", Activation)
+def test_every_activation_and_a_weight_of_a_row_a_head(activation: Activation) -> None:
+    def build(g: Graph) -> Tensor:
+        x = g.reshape(g.load("x"), (5, 3, 16))
+        y = g.reshape(g.mul_weight(x, "w"), (5, 48))
+        return g.gated(g.scale(y, 6.0), g.load("x"), activation)
+
+    agree(build, random(5, 48), {"w": as_f32(random(3, 16, seed=1))})
+
+
 def test_parts_views_and_concatenation() -> None:
     def build(g: Graph) -> Tensor:
         x = g.load("x")

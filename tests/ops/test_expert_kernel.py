@@ -13,6 +13,7 @@ from expertserve.gguf.file import GGUFFile, TensorInfo, TensorType
 from expertserve.gguf.spans import ExpertTower, find_towers
 from expertserve.ops.base import Activation, Backend, ExpertShape, HostAccess
 from expertserve.ops.factory import make_backend
+from expertserve.ops.reference import dequantise
 from tests.gguf_writer import make_tiny_moe
 
 HIDDEN, FFN, TOP_K, EXPERTS = 256, 256, 4, 8
@@ -30,9 +31,11 @@ KINDS = [
 class World:
     """One layer's experts scattered over a slot arena, and a backend with a kernel for them."""
 
-    def __init__(self, path: Path, device: str, seed: int) -> None:
+    def __init__(self, path: Path, device: str, seed: int, *, gated: bool = True) -> None:
         file = GGUFFile.open(path)
         self.tower: ExpertTower = find_towers(file)[0]
+        if not gated:
+            self.tower = dataclasses.replace(self.tower, slices=self.tower.slices[1:], roles=("up", "down"))
         rng = np.random.default_rng(seed)
         self.memory = []
         self.slices = []
@@ -81,6 +84,13 @@ class World:
 
 def _copy(values: np.ndarray, out: memoryview) -> None:
     out[:] = values.tobytes()
+
+
+def dequantised(path: Path, name: str) -> np.ndarray:
+    file = GGUFFile.open(path)
+    raw = np.empty(file.tensors[name].nbytes, np.uint8)
+    file.read_tensor(name, raw.data)
+    return dequantise(raw, file.tensors[name], file.tensors[name].shape)
 
 
 def case(rows: int) -> tuple[np.ndarray, np.ndarray]:
@@ -134,6 +144,22 @@ def test_biases_and_every_activation_agree_and_do_not_depend_on_waves(
         less = ExpertShape(HIDDEN, FFN, TOP_K, activation, {r: n for r, n in biased.biases.items() if r != role})
         without = World(path, "cpu", 1).run(x, ids, [used], less)
         assert np.linalg.norm(ours - without) / np.linalg.norm(ours) > 0.1
+
+
+@pytest.mark.parametrize("rows", [1, 6, 40])
+@pytest.mark.parametrize("kinds", KINDS[:4], ids=lambda kinds: "-".join(kinds.values()))
+def test_an_up_without_a_gate_is_its_own(tmp_path: Path, kinds: dict[str, str], rows: int) -> None:
+    x, ids = case(rows)
+    path, used = model(tmp_path, kinds), sorted(set(ids.reshape(-1).tolist()))
+    shape = dataclasses.replace(PLAIN, activation=Activation.RELU)
+    ours = World(path, "cpu", 1, gated=False).run(x, ids, [used], shape)
+    exact = World(path, "reference", 1, gated=False).run(x, ids, [used], shape)
+    assert np.linalg.norm(ours - exact) / np.linalg.norm(exact) < 0.02
+    halves = World(path, "cpu", 3, gated=False).run(x, ids, [used[::2], used[1::2]], shape)
+    assert np.array_equal(ours, halves)
+    infos = {name: dequantised(path, f"blk.0.ffn_{name}_exps.weight") for name in ("up", "down")}
+    squared = np.maximum(infos["up"][ids[0, 0]] @ x[0], 0) ** 2
+    assert np.abs(infos["down"][ids[0, 0]] @ squared - exact[0]).max() < 1e-4 * np.abs(exact[0]).max()
 
 
 @pytest.mark.parametrize("rows", [1, 6, 40])

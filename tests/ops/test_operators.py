@@ -177,9 +177,9 @@ def test_a_layer_norm_takes_the_mean_away_and_a_clamp_the_far_values(rows: int) 
     assert np.array_equal(out, np.clip(x, -2.5, 2.5) + x) and (x > 2.5).any()
 
 
-@pytest.mark.parametrize("width", [1, 96])
+@pytest.mark.parametrize("shape", [(1,), (32,), (3, 32)])
 @pytest.mark.parametrize("rows", [1, 5])
-def test_a_weight_multiplies_element_by_element_or_all_alike(rows: int, width: int) -> None:
-    world = World({"x": 3 * random(rows, 96)}, {"w": random(width, seed=1)})
+def test_a_weight_multiplies_element_by_element_head_by_head_or_all_alike(rows: int, shape: tuple[int, ...]) -> None:
+    world = World({"x": 3 * random(rows, 3, 32)}, {"w": random(*shape, seed=1)})
     out = assert_agree(world, lambda g: g.tanh(g.mul_weight(g.load("x"), "w")), 1e-6)
     assert np.abs(out - np.tanh(world.inputs["x"] * world.weights["w"])).max() < 1e-6

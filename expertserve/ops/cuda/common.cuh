@@ -13,10 +13,11 @@ __device__ __forceinline__ float sigmoid(float x) { return 1 / (1 + expf(-x)); }
 __device__ __forceinline__ float silu(float x) { return x / (1 + expf(-x)); }
 
 // Gated activations, and their numbers where a kernel takes one.
-enum { SILU, GELU, SWIGLU_OAI };
+enum { SILU, GELU, SWIGLU_OAI, RELU };
 __device__ __forceinline__ float gated(int kind, float gate, float up) {
     if (kind == SILU) return silu(gate) * up;
     if (kind == GELU) return 0.5f * gate * (1 + tanhf(0.79788456f * gate * (1 + 0.044715f * gate * gate))) * up;
+    if (kind == RELU) return fmaxf(gate, 0) * up;
     float limited = fminf(gate, 7.0f);
     return limited / (1 + expf(-1.702f * limited)) * (fmaxf(fminf(up, 7.0f), -7.0f) + 1);
 }

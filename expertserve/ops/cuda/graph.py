@@ -35,7 +35,7 @@ from expertserve.ops.checks import (
     check_rope,
     check_shape,
     check_table,
-    factor_width,
+    factor_shape,
     head_outputs,
     linear_outputs,
     require,
@@ -272,8 +272,8 @@ class CudaGraph(base.Graph):
 
     def mul_weight(self, x: Tensor, weight: str) -> Tensor:
         assert isinstance(x, CudaTensor)
-        n = factor_width(self._backend.weight(weight).shape, x.shape[-1])
-        return self._binary("Mul", x, self._vector(weight, n), 1, n)
+        shape = factor_shape(self._backend.weight(weight).shape, x.shape)
+        return self._binary("Mul", x, self._vector(weight, *shape), 1, math.prod(shape))
 
     def mul(self, a: Tensor, b: Tensor) -> Tensor:
         assert isinstance(a, CudaTensor) and isinstance(b, CudaTensor)

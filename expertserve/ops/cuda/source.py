@@ -20,7 +20,7 @@ FORMATS = (
 )
 """GGUF tensor types that the kernels decode."""
 CELL_OF = {KVType.F16: "HalfCell", KVType.F32: "FloatCell"}
-GATED_OF = {Activation.SILU: 0, Activation.GELU: 1, Activation.SWIGLU_OAI: 2}
+GATED_OF = {Activation.SILU: 0, Activation.GELU: 1, Activation.SWIGLU_OAI: 2, Activation.RELU: 3}
 """The numbers of gated activations in the source."""
 WARPS = 4
 PAIR = 2

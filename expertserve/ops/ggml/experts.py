@@ -35,6 +35,7 @@ GATED = {
     Activation.SILU: "ggml_vec_swiglu_f32",
     Activation.GELU: "gated_gelu",
     Activation.SWIGLU_OAI: "gated_swiglu_oai",
+    Activation.RELU: "gated_relu",
 }
 
 

@@ -21,7 +21,7 @@ from expertserve.ops.checks import (
     check_rope,
     check_shape,
     check_table,
-    factor_width,
+    factor_shape,
     head_outputs,
     linear_outputs,
 )
@@ -54,6 +54,7 @@ GRAPH_TENSORS = 256
 GLU_OPS = {
     Activation.SILU: ggml.ggml_swiglu_split,
     Activation.GELU: ggml.ggml_geglu_split,
+    Activation.RELU: ggml.ggml_reglu_split,
     Activation.SWIGLU_OAI: lambda ctx, gate, up: ggml.ggml_swiglu_oai(ctx, gate, up, 1.702, 7.0),
 }
 ATTENTION = kernel("attention")
@@ -208,8 +209,8 @@ class GgmlGraph(base.Graph):
 
     def mul_weight(self, x: Tensor, weight: str) -> Tensor:
         assert isinstance(x, GgmlTensor)
-        n = factor_width(self._backend.weight(weight).shape, x.shape[-1])
-        return self._new(ggml.ggml_mul(self.ctx, x.ptr, self._weight(weight, n)), x.shape)
+        shape = factor_shape(self._backend.weight(weight).shape, x.shape)
+        return self._new(ggml.ggml_mul(self.ctx, x.ptr, self._weight(weight, *shape)), x.shape)
 
     def mul(self, a: Tensor, b: Tensor) -> Tensor:
         assert isinstance(a, GgmlTensor) and isinstance(b, GgmlTensor)

@@ -145,6 +145,9 @@ static void add_bias(const float *bias, int row0, int row1, struct outputs out, 
 
 static const float *row_of(const float *bias, int64_t row, int64_t stride) { return bias ? bias + row * stride : NULL; }
 
+/* Whether experts have a gate of their own; else `gate` is `up`. */
+static int has_gate(const struct expert_call *c) { return c->gate != c->up; }
+
 EXPORT void expert_gate_up(struct ggml_tensor *dst, int ith, int nth, void *userdata) {
     struct expert_call *c = userdata;
     const int blocks = (c->ffn + ROWS_PER_ITEM - 1) / ROWS_PER_ITEM;
@@ -158,9 +161,11 @@ EXPORT void expert_gate_up(struct ggml_tensor *dst, int ith, int nth, void *user
         float *outer = c->gate_up + (int64_t)p0 * 2 * c->ffn;
         const struct outputs gate_out = {outer, 2 * c->ffn, NULL}, up_out = {outer + c->ffn, 2 * c->ffn, NULL};
         const int64_t column = column_bytes(c->hidden);
-        product(&c->gate_m, (const char *)(uintptr_t)c->gate[group], row0, row1, c->hidden, c->x_gate,
-                (struct columns){c->gate_columns, column, c->pairs + p0, c->top_k},
-                gate_out, count, scratch);
+        if (has_gate(c)) {
+            product(&c->gate_m, (const char *)(uintptr_t)c->gate[group], row0, row1, c->hidden, c->x_gate,
+                    (struct columns){c->gate_columns, column, c->pairs + p0, c->top_k},
+                    gate_out, count, scratch);
+        }
         product(&c->up_m, (const char *)(uintptr_t)c->up[group], row0, row1, c->hidden, c->x_up,
                 (struct columns){c->up_columns, column, c->pairs + p0, c->top_k},
                 up_out, count, scratch);
@@ -187,12 +192,17 @@ EXPORT void gated_gelu(int n, float *y, const float *gate, const float *up) {
     }
 }
 
+/* y = max(gate, 0) * up; y may be gate. */
+EXPORT void gated_relu(int n, float *y, const float *gate, const float *up) {
+    for (int i = 0; i < n; i++) y[i] = fmaxf(gate[i], 0.0f) * up[i];
+}
+
 EXPORT void expert_activation(struct ggml_tensor *dst, int ith, int nth, void *userdata) {
     struct expert_call *c = userdata;
     (void)dst, (void)ith, (void)nth;
     for (int p; (p = atomic_fetch_add(&c->next_activation, 1)) < c->num_pairs;) {
         float *gate = c->gate_up + (int64_t)p * 2 * c->ffn;
-        c->gated(c->ffn, gate, gate, gate + c->ffn);
+        c->gated(c->ffn, gate, has_gate(c) ? gate : gate + c->ffn, gate + c->ffn);
         if (c->down_m.quantize) {
             convert_row(&c->down_m, gate, c->ffn, p, c->h, c->down_columns, c->num_pairs >= MIN_COLUMNS);
         } else {
