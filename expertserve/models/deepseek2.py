@@ -11,12 +11,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
+import numpy as np
+
 from expertserve.errors import GGUFError
 from expertserve.experts.router import Gating
 from expertserve.gguf.file import GGUFFile
 from expertserve.gguf.spans import ExpertTower
 from expertserve.models.hparams import read_count, read_float, read_rope
-from expertserve.models.model import Model
+from expertserve.models.model import Model, PositionFactor
 from expertserve.models.registry import register
 from expertserve.ops.base import Graph, KVLayout, RopeStyle, Tensor
 
@@ -47,6 +49,10 @@ class DeepSeek2(Model):
         if biased and not file.get("expert_gating_func", 0):
             self.router = replace(self.router, gating=Gating.SIGMOID)
         self.router = replace(self.router, group_judges=2 if biased else 1)
+        self.temperature = read_temperature(file)
+
+    def position_factors(self) -> Mapping[str, PositionFactor]:
+        return {} if self.temperature is None else {"temperature": self.temperature}
 
     def kv_layout(self, layer: int) -> KVLayout:
         if self._absorbed(layer):
@@ -81,6 +87,16 @@ class DeepSeek2(Model):
 
     def _query(self, g: Graph, p: str, x: Tensor) -> Tensor:
         """All heads' queries; by way of a short vector of their own in the larger models."""
-        if self.has(p + "q.weight"):
-            return g.linear(x, p + "q.weight")
-        return g.linear(g.rms_norm(g.linear(x, p + "q_a.weight"), p + "q_a_norm.weight", self.hp.eps), p + "q_b.weight")
+        if not self.has(p + "q.weight"):
+            x = g.rms_norm(g.linear(x, p + "q_a.weight"), p + "q_a_norm.weight", self.hp.eps)
+        q = g.linear(x, p + ("q.weight" if self.has(p + "q.weight") else "q_b.weight"))
+        return q if self.temperature is None else g.mul(q, g.load("temperature"))
+
+
+def read_temperature(file: GGUFFile) -> PositionFactor | None:
+    """The factor on queries that keeps attention sharp at far positions, where the file asks for one."""
+    gain = read_float(file, "attention.temperature_scale", 0.0)
+    if not gain:
+        return None
+    step = read_count(file, "attention.temperature_length")
+    return lambda positions: (1 + gain * np.log1p(positions // step)).astype(np.float32)

@@ -31,7 +31,7 @@ from expertserve.text.dialects.marks import Marks
 from expertserve.text.dialects.pythonic_calls import LFM_PYTHONIC, LLAMA_PYTHONIC
 from expertserve.text.dialects.tagged_calls import GLM, MINIMAX, QWEN_CODER
 
-THINKS = (("<think>", "</think>"), ("<|START_THINKING|>", "<|END_THINKING|>"))
+THINKS = (("<think>", "</think>"), ("<|START_THINKING|>", "<|END_THINKING|>"), ("[THINK]", "[/THINK]"))
 GEMMA_THOUGHT = Around(("<|channel>thought\n", "<channel|>"), spellings=("<|channel>", "<channel|>"))
 LFM = Either(LFM_PYTHONIC, LFM_JSON)
 LLAMA_4 = Either(LLAMA, LLAMA_PYTHONIC)
@@ -61,8 +61,8 @@ CALLS = (
     Told(("<|tool_call|>",), GRANITE, "Granite 3"),
     Told(("<|START_ACTION|>",), COHERE, "Cohere's Command R7B, Command A and later ones"),
     Told(("<tool_calls>",), HUNYUAN, "Hunyuan-A13B"),
-    Told(("<function=",), QWEN_CODER, "Qwen3-Coder, Qwen3.5"),
-    Told(("<arg_key>",), GLM, "GLM-4.5, GLM-4.6, GLM-4.7"),
+    Told(("<function=",), QWEN_CODER, "Qwen3-Coder, Qwen3.5, Nemotron 3, MiMo-V2, Step-3.5"),
+    Told(("<arg_key>",), GLM, "GLM-4.5, GLM-4.6, GLM-4.7, GLM-5"),
     Told(("<tool_call>",), HERMES, "Hermes, Qwen2 to Qwen3, Granite 4, ERNIE 4.5, Ling"),
     Told(("<|python_start|>",), LLAMA_4, "Llama 4, JSON or in Python's form"),
 )

@@ -194,6 +194,17 @@ def test_reasoning_and_content_of_cohere_are_in_marks_of_their_own() -> None:
             assert joined(cut(dialect, in_parts(text, size))) == expected
 
 
+@pytest.mark.parametrize("name", ["mistral", "mistral-v11"])
+def test_reasoning_of_mistral_is_in_marks_of_its_own(name: str) -> None:
+    dialect = dialect_of("[THINK][/THINK]" + SPOKEN[name].template, lambda text: None)
+    for text, expected in (
+        ("[THINK]hm[/THINK]Yes.", ("hm", "Yes.", [])),
+        (f"[THINK]hm[/THINK]{SPOKEN[name].nothing}", ("hm", "", [("now", "{}")])),
+    ):
+        for size in (1, len(text)):
+            assert joined(cut(dialect, in_parts(text, size))) == expected
+
+
 def test_fields_in_another_order_and_arguments_as_a_string_are_calls() -> None:
     for call in (
         '{"arguments": {"city": "x"}, "name": "weather"}',
