@@ -305,4 +305,4 @@ class Forward:
 
 def _kind(tower: ExpertTower, shape: ExpertShape) -> tuple[object, ...]:
     parts = tuple((role, part.type, part.shape) for role, part in zip(tower.roles, tower.slices, strict=True))
-    return (*parts, *shape.biases.values())
+    return (*parts, *shape.biases.values(), shape.limit)

@@ -50,7 +50,7 @@ class GqaModel(Model):
     def attention(self, g: Graph, layer: int, x: Tensor) -> Tensor:
         hp, p = self.hp, f"blk.{layer}."
         kv = self.kv_layout(layer)
-        heads = ((hp.num_heads, kv.k_dim), (kv.num_heads, kv.k_dim), (kv.num_heads, kv.v_dim))
+        heads = ((hp.heads[layer], kv.k_dim), (kv.num_heads, kv.k_dim), (kv.num_heads, kv.v_dim))
         if self.has(p + "attn_qkv.weight"):
             fused = g.linear(x, p + "attn_qkv.weight", self.optional(p + "attn_qkv.bias"))
             ends = list(itertools.accumulate((n * dim for n, dim in heads), initial=0))

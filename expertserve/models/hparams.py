@@ -24,12 +24,15 @@ class HParams:
 
     Attributes:
         num_layers: layers of the trunk; those after it in the file predict tokens further ahead.
-        kv_heads: of each layer, those after the trunk too; none in a layer that does not attend.
+        num_heads: of the layer that has most.
+        heads: of each layer, those after the trunk too.
+        kv_heads: the same of K and V; none in a layer that does not attend.
     """
 
     num_layers: int
     hidden: int
     num_heads: int
+    heads: tuple[int, ...]
     kv_heads: tuple[int, ...]
     k_dim: int
     v_dim: int
@@ -57,19 +60,22 @@ def read_float(file: GGUFFile, key: str, default: float) -> float:
 
 def read_hparams(file: GGUFFile) -> HParams:
     """The sizes of a model whose layers are alike."""
-    hidden, heads = read_count(file, "embedding_length"), read_count(file, "attention.head_count")
-    k_dim = read_count(file, "attention.key_length", max(hidden // heads, 1))
+    hidden = read_count(file, "embedding_length")
     num_experts, top_k = read_count(file, "expert_count"), read_count(file, "expert_used_count")
     if top_k > num_experts:
         raise GGUFError(f"{file.paths[0].name}: expert_used_count {top_k} exceeds expert_count {num_experts}")
     blocks, ahead = read_count(file, "block_count"), file.get("nextn_predict_layers", 0, kind=int)
     if not 0 <= ahead < blocks:
         raise GGUFError(f"{file.paths[0].name}: nextn_predict_layers is {ahead} of {blocks} layers")
+    heads = _read_heads(file, "attention.head_count", blocks)
+    num_heads = max(heads)
+    k_dim = read_count(file, "attention.key_length", max(hidden // max(num_heads, 1), 1))
     return HParams(
         num_layers=blocks - ahead,
         hidden=hidden,
-        num_heads=heads,
-        kv_heads=_read_kv_heads(file, blocks, heads),
+        num_heads=num_heads,
+        heads=heads,
+        kv_heads=_read_heads(file, "attention.head_count_kv", blocks, num_heads),
         k_dim=k_dim,
         v_dim=read_count(file, "attention.value_length", k_dim),
         eps=read_float(file, "attention.layer_norm_rms_epsilon", 1e-5),
@@ -79,15 +85,14 @@ def read_hparams(file: GGUFFile) -> HParams:
     )
 
 
-def _read_kv_heads(file: GGUFFile, layers: int, default: int) -> tuple[int, ...]:
-    """KV heads of each layer, which the file states once or layer by layer."""
-    counts = file.get("attention.head_count_kv", default)
+def _read_heads(file: GGUFFile, key: str, layers: int, default: int | EllipsisType = ...) -> tuple[int, ...]:
+    """Heads of each layer, which the file states once or layer by layer."""
+    counts = file.get(key, default)
     if not isinstance(counts, list):
-        counts = [read_count(file, "attention.head_count_kv", default)] * layers
+        counts = [read_count(file, key, default)] * layers
     if len(counts) != layers or not all(isinstance(n, int) and 0 <= n <= MAX_COUNT for n in counts):
         raise GGUFError(
-            f"{file.paths[0].name}: {file.architecture}.attention.head_count_kv is not one number, or one for each of "
-            f"{layers} layers"
+            f"{file.paths[0].name}: {file.architecture}.{key} is not one number, or one for each of {layers} layers"
         )
     return tuple(counts)
 

@@ -397,6 +397,7 @@ class ExpertShape:
     Attributes:
         top_k: experts a token takes.
         biases: by role of a slice, the dense weight [experts, outputs] whose row is added to that product.
+        limit: with SILU and above 0, silu(gate) is at most it, and up within [-limit, limit].
         weigh_inputs: a pair's weight multiplies the products of gate and up (before their biases), and so the input.
     """
 
@@ -406,6 +407,7 @@ class ExpertShape:
     activation: Activation
     biases: Mapping[str, str] = field(default_factory=dict)
     weigh_inputs: bool = False
+    limit: float = 0.0
 
 
 class Backend(ABC):

@@ -66,10 +66,12 @@ def sigmoid(x: Array) -> Array:
     return np.where(x >= 0, 1 / (1 + e), e / (1 + e)).astype(np.float32)
 
 
-def activate(gate: Array, up: Array, activation: Activation) -> Array:
+def activate(gate: Array, up: Array, activation: Activation, limit: float = 0.0) -> Array:
     """The activation of a gated feed-forward."""
     if activation is Activation.SILU:
-        return gate * sigmoid(gate) * up
+        silu: Array = gate * sigmoid(gate)
+        most = np.float32(limit or np.inf)
+        return np.minimum(silu, most) * np.clip(up, -most, most)
     if activation is Activation.GELU:
         inner = np.float32(math.sqrt(2 / math.pi)) * gate * (1 + np.float32(0.044715) * gate * gate)
         gelu: Array = np.float32(0.5) * gate * (1 + np.tanh(inner))
@@ -309,7 +311,7 @@ class NumpyExpertKernel(base.ExpertKernel):
             made = {role: rows @ parts[role].T + added.get(role, 0) for role in parts if role != "down"}
             if "gate_up" in made:
                 made["gate"], made["up"] = np.split(made["gate_up"], 2, axis=1)
-            h = activate(made.get("gate", made["up"]), made["up"], self._shape.activation)
+            h = activate(made.get("gate", made["up"]), made["up"], self._shape.activation, self._shape.limit)
             out[pairs] = h @ parts["down"].T + added.get("down", 0)
 
     def _matrix(self, info: TensorInfo, address: int) -> Array:

@@ -77,7 +77,7 @@ def test_experts_over_slots(fmt: str) -> None:
     )
     grid = (blocks(ffn, WARPS), experts)
     common = (np.arange(experts, dtype=i32), start, pairs)
-    sizes = (i32(hidden), i32(ffn), i32(top_k), i32(ffn), i32(0))
+    sizes = (i32(hidden), i32(ffn), i32(top_k), i32(ffn), i32(0), f32(0))
     emulator().launch(f"expert_gate_up<{fmt}, {fmt}>", grid, gate, up, *common, None, None, None, x, h, *sizes)
     grid = (blocks(hidden, PAIR * WARPS), experts)
     emulator().launch(f"expert_down<{fmt}>", grid, down, *common, None, h, y, *sizes[:2])

@@ -163,6 +163,19 @@ def test_an_up_without_a_gate_is_its_own(tmp_path: Path, kinds: dict[str, str], 
 
 
 @pytest.mark.parametrize("rows", [1, 6, 40])
+def test_products_are_limited(tmp_path: Path, rows: int) -> None:
+    x, ids = case(rows)
+    path, used = model(tmp_path, {"expert": "Q8_0"}), sorted(set(ids.reshape(-1).tolist()))
+    limited = dataclasses.replace(PLAIN, limit=0.4)
+    ours = World(path, "cpu", 1).run(x, ids, [used], limited)
+    exact = World(path, "reference", 1).run(x, ids, [used], limited)
+    assert np.linalg.norm(ours - exact) / np.linalg.norm(exact) < 0.02
+    assert np.array_equal(ours, World(path, "cpu", 2).run(x, ids, [[e] for e in reversed(used)], limited))
+    without = World(path, "cpu", 1).run(x, ids, [used])
+    assert np.linalg.norm(ours - without) / np.linalg.norm(ours) > 0.1
+
+
+@pytest.mark.parametrize("rows", [1, 6, 40])
 def test_weights_of_inputs_multiply_both_products_but_not_their_biases(tmp_path: Path, rows: int) -> None:
     x, ids = case(rows)
     path, used = model(tmp_path, {"expert": "Q8_0"}), sorted(set(ids.reshape(-1).tolist()))

@@ -96,6 +96,7 @@ class CudaExpertKernel(base.ExpertKernel):
             top_k,
             stride,
             kind,
+            np.float32(shape.limit),
         )
         second: tuple[np.generic, ...] = (down_at, *groups, last, self._h, self._y, hidden, ffn)
         widths = blocks(shape.ffn, WARPS), blocks(shape.hidden, PAIR * WARPS)

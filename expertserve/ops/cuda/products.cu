@@ -63,12 +63,12 @@ template <class F> __global__ void take_rows(const u8 *weight, const int *ids, f
 }
 
 // h[pair, ffn] = the gated activation of gate x and up x for the pairs of each group. Biases are null or rows of
-// bias_stride, an expert each; input_weights are null or a factor a pair of both products. Grid: ffn / WARPS, groups.
+// bias_stride, an expert each; above 0, the limit is that of ExpertShape; input_weights are null or a factor a pair of both products. Grid: ffn / WARPS, groups.
 template <class G, class U>
 __global__ void expert_gate_up(const u64 *gate, const u64 *up, const int *experts, const int *group_start,
                                const int *pairs, const float *gate_bias, const float *up_bias,
                                const float *input_weights, const float *x, float *h, int hidden, int ffn, int top_k,
-                               int bias_stride, int activation) {
+                               int bias_stride, int activation, float limit) {
     int f = blockIdx.x * WARPS + threadIdx.x / 32, group = blockIdx.y;
     if (f >= ffn) return;
     const u8 *gate_row = (const u8 *)gate[group] + f * row_bytes<G>(hidden);
@@ -85,7 +85,9 @@ __global__ void expert_gate_up(const u64 *gate, const u64 *up, const int *expert
             for (int r = 0; r < count; r++) {
                 long long pair = pairs[first + r];
                 float weight = input_weights ? input_weights[pair] : 1;
-                h[pair * ffn + f] = gated(activation, weight * g[r] + more_gate, weight * u[r] + more_up);
+                float gate_value = weight * g[r] + more_gate, up_value = weight * u[r] + more_up;
+                h[pair * ffn + f] = limit > 0 ? fminf(silu(gate_value), limit) * fmaxf(fminf(up_value, limit), -limit)
+                                              : gated(activation, gate_value, up_value);
             }
     }
 }

@@ -63,6 +63,7 @@ class GgmlExpertKernel(base.ExpertKernel):
             top_k=shape.top_k,
             hidden=shape.hidden,
             ffn=shape.ffn,
+            limit=shape.limit,
             gate_m=gate_m,
             up_m=up_m,
             down_m=down_m,

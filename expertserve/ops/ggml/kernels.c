@@ -54,7 +54,7 @@ struct expert_call {
     int32_t top_k;
     int32_t hidden;
     int32_t ffn;
-    int32_t unused;
+    float limit;               /* above 0: of silu(gate), from above, and of up, both ways */
     struct matrix gate_m, up_m, down_m;
     gated_fn gated;
     const float *gate_bias; /* [experts] rows of outer_bias_stride, or NULL */
@@ -197,12 +197,24 @@ EXPORT void gated_relu(int n, float *y, const float *gate, const float *up) {
     for (int i = 0; i < n; i++) y[i] = fmaxf(gate[i], 0.0f) * up[i];
 }
 
+/* y = min(silu(gate), limit) * up, with up in [-limit, limit]; y may be gate. */
+static void gated_swiglu_limited(int n, float *y, const float *gate, const float *up, float limit) {
+    for (int i = 0; i < n; i++) {
+        const float silu = gate[i] / (1.0f + expf(-gate[i]));
+        y[i] = fminf(silu, limit) * fmaxf(fminf(up[i], limit), -limit);
+    }
+}
+
 EXPORT void expert_activation(struct ggml_tensor *dst, int ith, int nth, void *userdata) {
     struct expert_call *c = userdata;
     (void)dst, (void)ith, (void)nth;
     for (int p; (p = atomic_fetch_add(&c->next_activation, 1)) < c->num_pairs;) {
         float *gate = c->gate_up + (int64_t)p * 2 * c->ffn;
-        c->gated(c->ffn, gate, has_gate(c) ? gate : gate + c->ffn, gate + c->ffn);
+        if (c->limit > 0) {
+            gated_swiglu_limited(c->ffn, gate, gate, gate + c->ffn, c->limit);
+        } else {
+            c->gated(c->ffn, gate, has_gate(c) ? gate : gate + c->ffn, gate + c->ffn);
+        }
         if (c->down_m.quantize) {
             convert_row(&c->down_m, gate, c->ffn, p, c->h, c->down_columns, c->num_pairs >= MIN_COLUMNS);
         } else {

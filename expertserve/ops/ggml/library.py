@@ -60,7 +60,7 @@ class ExpertCall(ctypes.Structure):
         ("top_k", ctypes.c_int32),
         ("hidden", ctypes.c_int32),
         ("ffn", ctypes.c_int32),
-        ("unused", ctypes.c_int32),
+        ("limit", ctypes.c_float),
         ("gate_m", Matrix),
         ("up_m", Matrix),
         ("down_m", Matrix),
