@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 
 from expertserve.errors import GGUFError, UnsupportedModelError
@@ -57,4 +60,18 @@ def test_states_that_do_not_divide_among_heads_are_refused() -> None:
     file = GGUFFile.open(ORACLE / "granitehybrid" / "model-q4_k.gguf")
     file.metadata = {**file.metadata, "granitehybrid.ssm.time_step_rank": 7}
     with pytest.raises(GGUFError, match="512 elements do not make 7 state-space heads in 1 groups"):
+        load_model(file)
+
+
+def test_experts_without_the_gate_that_their_family_has_are_refused() -> None:
+    file = GGUFFile.open(ORACLE / "mixtral" / "model-q4_k.gguf")
+    file.tensors = {name: info for name, info in file.tensors.items() if "ffn_gate_exps" not in name}
+    with pytest.raises(UnsupportedModelError, match="experts of layer 0 have up, down, expected a gate"):
+        load_model(file)
+
+
+def test_limits_that_are_not_one_a_layer_are_refused(made: Callable[[str, str], Path]) -> None:
+    file = GGUFFile.open(made("step35", "q8_0"))
+    file.metadata = {**file.metadata, "step35.swiglu_clamp_exp": [7.0]}
+    with pytest.raises(GGUFError, match="step35.swiglu_clamp_exp is not one number a layer"):
         load_model(file)
