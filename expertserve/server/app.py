@@ -156,7 +156,9 @@ def _add_block_routes(app: FastAPI, state: ServerState) -> None:
     @app.post("/v1/responses")
     async def responses(body: ResponsesBody, request: Request) -> Response:
         model = state.model_named(body.model)
-        choices, parser = await asyncio.to_thread(chat_choices, body.chat(), model, settings.max_logprob_entries)
+        choices, parser = await asyncio.to_thread(
+            chat_choices, body.chat(), model, settings.max_logprob_entries, "input"
+        )
         envelope = Envelope(response_id("resp"), "response", model)
         generation = app.state.generations.start(model.engine, envelope.id, choices)
         if body.stream:

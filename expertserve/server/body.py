@@ -1,12 +1,14 @@
-"""How large a body may be apart from its bytes.
+"""Reading a body: what is refused before its fields are looked at.
 
-Owns the limit on what JSON has many of. Text is cheap to read; millions of small values are not, and they are made into
+Owns the limit on what JSON has many of, and the reasons of a body that cannot be read. Text is cheap to read; millions of small values are not, and they are made into
 objects while the interpreter does nothing else, the writing of other answers included.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from json import JSONDecodeError
 from typing import Any
 
 from fastapi import Request
@@ -34,6 +36,20 @@ class BodyRoute(APIRoute):
                 raise HTTPException(
                     413, f"the body has more than {MAX_MARKS} commas and opening brackets: send less in one request"
                 )
+            await _read_json(request)
             return await handle(request)
 
         return checked
+
+
+async def _read_json(request: Request) -> None:
+    """Has the request keep what its body says; a mistake of syntax is left to the route, which says where it is."""
+    try:
+        with suppress(JSONDecodeError):
+            await request.json()
+    except RecursionError:
+        raise HTTPException(400, "the body is nested too deeply") from None
+    except UnicodeDecodeError as error:
+        raise HTTPException(400, f"the body is not {error.encoding.upper()} text: byte {error.start}") from None
+    except ValueError as error:
+        raise HTTPException(400, f"the body cannot be read: {error}") from None

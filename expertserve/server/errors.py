@@ -96,6 +96,8 @@ def validation_error(error: RequestValidationError) -> RequestError:
             f"the body is not valid JSON: {reason} at character {first['loc'][-1]}", code="invalid_json"
         )
     param = _field_name(first["loc"])
+    if first["loc"] == ("body",) and first["type"] == "missing":
+        return RequestError("the body is empty: send a JSON object")
     if param is None:
         return RequestError(f"the body cannot be used: {first['msg']}")
     code = "missing_required_parameter" if first["type"] == "missing" else "invalid_value"

@@ -35,9 +35,10 @@ _PARAMS_OF_SAME_NAME = (
 
 
 def chat_choices(
-    body: ChatBody, model: ServedModel, max_logprob_entries: int
+    body: ChatBody, model: ServedModel, max_logprob_entries: int, param: str = "messages"
 ) -> tuple[list[Choice], Callable[[], AnswerParser]]:
-    """One prompt, `n` choices; with what makes the parser of one of them."""
+    """One prompt, `n` choices; with what makes the parser of one of them. `param` is the field that the messages are
+    in."""
     max_tokens = _limit(body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens)
     tools = tools_for_template(body.tools) if body.tool_choice != "none" else None
     kwargs = dict(body.chat_template_kwargs or {})
@@ -46,7 +47,7 @@ def chat_choices(
     if body.reasoning_effort == "none":
         kwargs.setdefault("enable_thinking", False)
     text = chat_text(model, body.messages, tools, body.add_generation_prompt is not False, kwargs)
-    prompt = _encoded(text, model, max_tokens, "messages")
+    prompt = _encoded(text, model, max_tokens, param)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     _check_logprobs(logprobs, "top_logprobs", model)
     form, parser = answer_form(body, model, text)

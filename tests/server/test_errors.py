@@ -216,7 +216,7 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded() -> None:
             ("/v1/messages/count_tokens", {"messages": said}),
         ):
             error = error_of(server.post(path, **body), 400)
-            assert error["code"] == "context_length_exceeded"
+            assert error["code"] == "context_length_exceeded" and error["param"] in body
             least = re.search(r"resulted in at least (\d+) tokens", error["message"])
             assert least and 4 * CONTEXT <= int(least[1]) < 4 * CONTEXT + 20
         assert server.post(TEXT, prompt="x" * (CONTEXT - 2), max_tokens=1).status_code == 200
@@ -242,12 +242,28 @@ def test_more_logprobs_than_fit_memory_are_refused() -> None:
         assert error_of(server.post(TEXT, **body, logprobs=VOCAB), 400)["param"] == "logprobs"
 
 
-@pytest.mark.parametrize(
-    "content", [b"{", b"", b'{"prompt": "x",}', b"[1]", b"5", b'{"prompt": "\xff"}', b"[" * 100_000]
-)
-def test_a_body_that_is_no_object_of_json_is_400(server: Running, content: bytes) -> None:
-    response = server.http.post(TEXT, content=content, headers={"content-type": "application/json"})
-    assert error_of(response, 400)["type"] == "invalid_request_error"
+POSTS = [
+    *(CHAT, TEXT, "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"),
+    *("/tokenize", "/detokenize"),
+]
+
+
+@pytest.mark.parametrize("path", POSTS)
+def test_a_body_that_is_no_object_of_json_is_400_and_says_why(server: Running, path: str) -> None:
+    for content, reason in (
+        (b"", "is empty"),
+        (b"{", "not valid JSON"),
+        (b'{"prompt": "x",}', "not valid JSON"),
+        (b"[1]", "dictionary"),
+        (b"5", "dictionary"),
+        (b"null", "empty|dictionary"),
+        (b'{"prompt": "\xff"}', "not UTF-8 text: byte 12"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"a":' * 100_000, "nested too deeply"),
+        (b'{"x": ' + b"1" * 5000 + b"}", "cannot be read: Exceeds the limit"),
+    ):
+        error = error_of(server.http.post(path, content=content), 400)
+        assert error["type"] == "invalid_request_error" and re.search(reason, error["message"]), content[:20]
 
 
 def test_a_number_that_is_none_is_refused(server: Running) -> None:
