@@ -1,7 +1,8 @@
 """Reading a body: what is refused before its fields are looked at.
 
-Owns the limit on what JSON has many of, and the reasons of a body that cannot be read. Text is cheap to read; millions of small values are not, and they are made into
-objects while the interpreter does nothing else, the writing of other answers included.
+Owns the limit on what JSON has many of, and the reasons of a body that cannot be read. Text is cheap to read; millions
+of small values are not, and they are made into objects while the interpreter does nothing else, the writing of other
+answers included.
 """
 
 from __future__ import annotations

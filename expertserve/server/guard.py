@@ -29,7 +29,7 @@ from expertserve.server.state import ServerState, key_digest
 _WITHOUT_KEY = {"/health", "/ready"}
 _WITHOUT_MODEL = {"/health", "/ready", "/metrics", "/openapi.json"}
 _QUIET = _WITHOUT_MODEL | {"/stats", "/", "/ui/{name}"}  # asked every few seconds
-# More than any client sends; a parser holds no more than twice that (process.py).
+# More than any client sends; a parser holds no more than twice that (connection.py).
 MAX_HEADER_BYTES = 32 << 10
 _log = log.get_logger(__name__)
 

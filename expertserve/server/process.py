@@ -17,17 +17,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from queue import SimpleQueue
 
 import uvicorn
 from fastapi import FastAPI
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from expertserve import log
 from expertserve.errors import ConfigError, ExpertServeError
+from expertserve.server.connection import MAX_HEAD_BYTES, Connection
 from expertserve.server.errors import UnavailableError
 from expertserve.server.generation import Generations
-from expertserve.server.guard import MAX_HEADER_BYTES
 from expertserve.server.state import ServedModel, ServerState
 
 # How long clients get to read the error that ends their stream when the drain timeout is over.
@@ -62,8 +62,8 @@ class ServerProcess:
             access_log=False,
             server_header=False,
             timeout_keep_alive=65,
-            http=_Protocol,
-            h11_max_incomplete_event_size=2 * MAX_HEADER_BYTES,
+            http=partial(Connection, stall_timeout_s=self._settings.stall_timeout_s),  # type: ignore[arg-type]
+            h11_max_incomplete_event_size=MAX_HEAD_BYTES,
             ws="none",
         )
         self._http = _HttpServer(config, state, app.state.generations)
@@ -135,13 +135,6 @@ class ServerProcess:
         closer.join(_LAST_WORDS_S if self._http.ended_at_once else _CLOSE_TIMEOUT_S)
         if closer.is_alive():
             _log.warning("the engine did not end in time; the process ends without it")
-
-
-class _Protocol(H11Protocol):
-    """The parser that bounds what it holds of a request's head, with an answer that says so."""
-
-    def send_400_response(self, msg: str) -> None:
-        super().send_400_response(f"This is no HTTP/1.1, or its head has over {2 * MAX_HEADER_BYTES} bytes.")
 
 
 class _HttpServer(uvicorn.Server):

@@ -115,6 +115,7 @@ class ServerSettings:
     max_body_bytes: int = 32 * 2**20
     drain_timeout_s: float = 30.0
     keep_alive_s: float = 15.0
+    stall_timeout_s: float = 60.0
     retry_after_s: int = 5
     max_logprob_entries: int = 4 << 20
     exit_on_failed_load: bool = True

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
+import socket
 import threading
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +108,54 @@ def test_a_stream_that_waits_long_begins_with_comments_so_that_nothing_on_the_wa
         gate.set()
         found = answer.result()
         assert found[0].startswith(":") and found[-1] == "data: [DONE]"
+
+
+LONG: dict[str, Any] = {"prompt": "x", "stream": True, "max_tokens": 150, "ignore_eos": True, "logprobs": 257}
+
+
+@contextmanager
+def reading_nothing(server: Running) -> Iterator[socket.socket]:
+    """A client whose answer fills every buffer on its way."""
+    body = json.dumps(LONG).encode()
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect((host, int(port)))
+        key = b"authorization: Bearer k\r\n"
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n%bcontent-length: %d\r\n\r\n" % (key, len(body)))
+        client.sendall(body)
+        yield client
+
+
+def test_a_client_that_takes_nothing_is_cut_off_and_leaves_nothing_behind() -> None:
+    world = World()
+    with running(world, stall_timeout_s=0.5, api_keys=("k",), key_limit=1) as server:
+        before = len(os.listdir("/proc/self/fd"))
+        with reading_nothing(server) as client:
+            world.wait_for_under_way(1)
+            beside = httpx.post(server.url + TEXT, json={"prompt": "y"}, headers={"authorization": "Bearer k"})
+            assert error_of(beside, 429)["code"] == "key_limit"
+            deadline = time.monotonic() + 20
+            while "expertserve_requests_running 1.0" in server.http.get("/metrics").text:
+                assert time.monotonic() < deadline, "the client still holds its answer"
+                time.sleep(0.05)
+            assert world.engine.snapshot()["kv_cells_used"] == 0
+            assert server.post(TEXT, prompt="y", max_tokens=2).status_code == 200
+            with suppress(ConnectionResetError):
+                while got := client.recv(65536):
+                    assert b"[DONE]" not in got
+        assert len(os.listdir("/proc/self/fd")) <= before + 1
+
+
+def test_a_client_that_takes_little_at_a_time_is_not_cut_off() -> None:
+    with running(World(), stall_timeout_s=2, api_keys=("k",)) as server, reading_nothing(server) as client:
+        began, answer = time.monotonic(), b""
+        while b"data: [DONE]" not in answer[-100:]:
+            time.sleep(0.02)
+            got = client.recv(40_000)
+            assert got, "cut off"
+            answer += got
+        assert time.monotonic() - began > 2.5
 
 
 @pytest.mark.parametrize("length", [MAX_HEADER_BYTES, 8 * MAX_HEADER_BYTES])
