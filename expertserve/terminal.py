@@ -8,6 +8,7 @@ computed. Ctrl-C ends an answer in a chat, and the process otherwise.
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 from contextlib import closing
 from typing import Any, TextIO
@@ -71,8 +72,26 @@ class Conversation:
             self._dialect = dialect_of(self._template.source, model.tokenizer.special_id)
             self._params = dataclasses.replace(self._params, marks=self._dialect.marks.tokens)
         self._messages: list[dict[str, Any]] = []
-        if settings.system is not None and self._template is not None:
-            self._messages.append({"role": "system", "content": settings.system})
+        self.begin(settings.system)
+
+    def begin(self, system: str | None) -> None:
+        """Forgets what was said; `system` is what the model is told first."""
+        self.system = system
+        told = [] if system is None or self._template is None else [{"role": "system", "content": system}]
+        self._messages[:] = told
+
+    @property
+    def templated(self) -> bool:
+        """Whether messages are put into the model's template; raw prompts are not."""
+        return self._template is not None
+
+    def take_back(self) -> str | None:
+        """Forgets the last question and its answer; returns the question, or None where nothing was asked."""
+        if not self._messages or self._messages[-1]["role"] == "system":
+            return None
+        question: str = self._messages[-2]["content"]
+        del self._messages[-2:]
+        return question
 
     def answer(self, prompt: str) -> None:
         """Streams the answer to `prompt`; both become part of what the next answer sees."""
@@ -142,19 +161,62 @@ def run(settings: Settings, stats: ExpertStats, prompt: str | None) -> int:
     return 0
 
 
+_COMMANDS = {
+    "/help": "this list",
+    "/clear": "forget the conversation",
+    "/system": "TEXT: forget it and tell the model TEXT first; alone: show what it is told",
+    "/regen": "answer the last question again",
+    "/bye": "end the chat",
+}
+_OTHER_NAMES = {"/?": "/help", "/exit": "/bye", "/quit": "/bye", "/regenerate": "/regen", "/new": "/clear"}
+
+
 def _chat(conversation: Conversation) -> None:
     import readline  # noqa: F401  (gives input() a line editor and history)
 
-    print("Ctrl-C stops an answer, Ctrl-D ends the chat.", file=sys.stderr)
+    _say("Ctrl-C stops an answer, Ctrl-D ends the chat, /help lists commands.")
     while True:
         try:
-            said = input("> ")
+            said: str | None = input("> ")
         except EOFError:
             return
-        if not said.strip():
+        if said is not None and re.fullmatch(r"/[a-z?]*(\s.*)?", said):
+            name, _, argument = said.partition(" ")
+            name = _OTHER_NAMES.get(name, name)
+            if name == "/bye":
+                return
+            said = _command(conversation, name, argument.strip())
+        if said is None or not said.strip():
             continue
         try:
             conversation.answer(said)
         except KeyboardInterrupt:
             pass
         print(flush=True)
+
+
+def _command(conversation: Conversation, name: str, argument: str) -> str | None:
+    """Carries out a line that is a command; returns a question that it asks, if it does."""
+    if name == "/help":
+        _say(*(f"  {command:8} {does}" for command, does in _COMMANDS.items()))
+        _say("A text that begins with / and is none of these: put a space before it.")
+    elif name == "/regen":
+        if (question := conversation.take_back()) is not None:
+            return question
+        _say("Nothing was asked yet.")
+    elif name == "/clear":
+        conversation.begin(conversation.system)
+    elif name == "/system" and not conversation.templated:
+        _say("Raw prompts have no place for it.")
+    elif name == "/system" and argument:
+        conversation.begin(argument)
+    elif name == "/system":
+        _say(conversation.system or "The model is told nothing first.")
+    else:
+        _say(f"There is no command {name}: /help lists them.")
+    return None
+
+
+def _say(*lines: str) -> None:
+    """What is about the chat and no part of it."""
+    print(*lines, sep="\n", file=sys.stderr)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -131,21 +132,82 @@ class Interrupting(io.StringIO):
         return super().write(text)
 
 
+def type_lines(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
+    """The user types these, then Ctrl-D."""
+    left = iter(lines)
+
+    def line(_: str) -> str:
+        try:
+            return next(left)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr("builtins.input", line)
+
+
 def test_interrupted_answer_is_cancelled_and_the_chat_goes_on_from_what_was_read(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     engine = FakeEngine(hangs=True)
     model = FakeModel(engine)
     talk = Conversation(model, Settings(), Interrupting(), io.StringIO())  # type: ignore[arg-type]
-    lines = iter(["first", "  ", "second"])
-
-    def line(_: str) -> str:
-        try:
-            return next(lines)
-        except StopIteration:
-            raise EOFError from None
-
-    monkeypatch.setattr("builtins.input", line)
+    type_lines(monkeypatch, "first", "  ", "second")
     _chat(talk)
     assert engine.cancelled == [request.id for request in engine.requests]
     assert model.prompts() == ["<user>first", "<user>first<assistant>one two<user>second"]
+
+
+def test_commands_of_a_chat_change_what_the_model_sees(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    talk, model, _ = conversation(FakeEngine(), system="be brief")
+    lines = (
+        "/regen",
+        "hi",
+        "/regen",
+        "more",
+        "/clear",
+        "new",
+        "/system be kind",
+        "/system",
+        "hello",
+        "/etc/hosts",
+        " /x",
+    )
+    type_lines(monkeypatch, *lines, "/bye", "never")
+    _chat(talk)
+    answered = "<user>hi<assistant>one two!"
+    assert model.prompts() == [
+        "<system>be brief<user>hi",
+        "<system>be brief<user>hi",
+        f"<system>be brief{answered}<user>more",
+        "<system>be brief<user>new",
+        "<system>be kind<user>hello",
+        "<system>be kind<user>hello<assistant>one two!<user>/etc/hosts",
+        "<system>be kind<user>hello<assistant>one two!<user>/etc/hosts<assistant>one two!<user> /x",
+    ]
+    said = capsys.readouterr().err
+    assert "Nothing was asked yet." in said and "be kind\n" in said
+
+
+def test_raw_prompts_take_no_system_message(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    talk, model, _ = conversation(FakeEngine(), raw=True)
+    type_lines(monkeypatch, "/system be kind", "hi")
+    _chat(talk)
+    assert model.prompts() == ["hi"] and "no place" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("line", ["/help", "/?"])
+def test_help_lists_the_commands_and_asks_the_model_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: str
+) -> None:
+    talk, model, out = conversation(FakeEngine())
+    type_lines(monkeypatch, line, "/nonsense", "/exit", "never")
+    _chat(talk)
+    assert not model.prompts() and not out.getvalue()
+    said = capsys.readouterr().err
+    listed = re.findall(r"^  (/[a-z]+) ", said, re.M)
+    assert {"/help", "/clear", "/system", "/regen", "/bye"} == set(listed)
+    assert "no command /nonsense" in said
