@@ -164,8 +164,12 @@ def missing() -> str | None:
     """Why no device can be used here, with what to do; None where one can."""
     if find_spec("cupy") is None:
         return "CuPy is not installed: pip install 'expertserve[cuda]' for CUDA 12, 'expertserve[cuda13]' for CUDA 13"
-    from expertserve.ops.cuda.cupy_device import why_unusable
-
+    try:
+        from expertserve.ops.cuda.cupy_device import why_unusable
+    except ImportError as error:
+        return f"CuPy cannot be loaded ({error}): install it again"
+    except OSError as error:
+        return f"CuPy cannot make its cache ({error}): set CUPY_CACHE_DIR to a folder that can be written"
     return why_unusable()
 
 
