@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -12,6 +13,9 @@ import structlog
 
 from tests.gguf_writer import make_tiny_moe
 from tests.made import MADE
+
+# As commands do before OpenMP is loaded: beside another process, spinning at barriers slows a test down 50 times.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
 @pytest.fixture(autouse=True)

@@ -1,8 +1,13 @@
-"""Compiles the CUDA source for the CPU with g++ and launches its kernels under `emulation.h`."""
+"""Compiles the CUDA source for the CPU with g++ and launches its kernels under `emulation.h`.
+
+What was compiled is kept in build/ by what it was compiled from, for the processes and sessions that come after.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import os
 import shutil
 import subprocess
 import tempfile
@@ -16,31 +21,49 @@ import numpy as np
 from expertserve.ops.cuda.source import kernel_names, source_text
 
 HEADER = Path(__file__).parent / "emulation.h"
+KEPT = Path(__file__).parents[2] / "build" / "emulated"
+COMPILE = (
+    "g++",
+    "-std=c++17",
+    "-O2",
+    "-shared",
+    "-fPIC",
+    "-U_FORTIFY_SOURCE",
+    "-fno-strict-aliasing",
+    "-w",
+    "-x",
+    "c++",
+)
 available = shutil.which("g++") is not None
 THREADS = 128
 
 
-def compile_source(text: str, names: Sequence[str], folder: Path) -> ctypes.CDLL:
+def compile_source(text: str, names: Sequence[str]) -> ctypes.CDLL:
     """A library with entry `kernel_<i>` for each name."""
     entries = "".join(
         f'extern "C" void kernel_{i}(void **args, const unsigned *grid, unsigned threads)'
         f"{{ launch({name}, args, grid, threads); }}\n"
         for i, name in enumerate(names)
     )
-    (folder / "emulated.cpp").write_text(f'#include "{HEADER}"\n{text}\n{entries}')
-    flags = ("-std=c++17", "-O1", "-shared", "-fPIC", "-U_FORTIFY_SOURCE", "-fno-strict-aliasing", "-w")
-    command = ["g++", *flags, "emulated.cpp", "-o", "emulated.so"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return ctypes.CDLL(str(folder / "emulated.so"))
+    source = f"{HEADER.read_text()}\n{text}\n{entries}"
+    compiler = subprocess.run([COMPILE[0], "--version"], capture_output=True, text=True).stdout
+    made_of = hashlib.sha256("\n".join((compiler, *COMPILE, source)).encode()).hexdigest()
+    library = KEPT / f"{made_of[:32]}.so"
+    if not library.exists():
+        KEPT.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=KEPT) as folder:
+            made = Path(folder, "emulated.so")
+            done = subprocess.run([*COMPILE, "-", "-o", str(made)], input=source, capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
+            os.replace(made, library)  # whole at once: another process may be about to load it
+    return ctypes.CDLL(str(library))
 
 
 class Emulator:
     """Kernels by name; arguments are NumPy arrays (passed as pointers), NumPy scalars, or None for a null pointer."""
 
     def __init__(self, text: str, names: Sequence[str]) -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            self._library = compile_source(text, names, Path(folder))
+        self._library = compile_source(text, names)
         self._index = {name: i for i, name in enumerate(names)}
 
     def launch(self, name: str, grid: Sequence[int], *args: Any, threads: int = THREADS) -> None:
@@ -62,5 +85,5 @@ def _as_parameter(arg: Any) -> np.ndarray[Any, Any]:
 
 @cache
 def emulator() -> Emulator:
-    """Every kernel, compiled once a test session."""
+    """Every kernel."""
     return Emulator(source_text(), kernel_names())

@@ -20,7 +20,7 @@ def library() -> ctypes.CDLL | None:
     return None
 
 
-def compile_cubin(text: str, names: Sequence[str], arch: str) -> dict[str, bytes]:
+def compile_cubin(text: str, names: Sequence[str], arch: str, *, optimize: bool = True) -> dict[str, bytes]:
     """The machine code's symbol of every name; fails with the compiler's log."""
     nvrtc = library()
     assert nvrtc is not None
@@ -30,6 +30,7 @@ def compile_cubin(text: str, names: Sequence[str], arch: str) -> dict[str, bytes
         for name in names:
             assert nvrtc.nvrtcAddNameExpression(program, name.encode()) == 0
         options = [f"--gpu-architecture={arch}".encode(), b"--std=c++17"]
+        options += [] if optimize else [b"--Ofast-compile=max"]
         status = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
         assert status == 0, _log(nvrtc, program)
         size = ctypes.c_size_t()

@@ -72,7 +72,13 @@ def test_streamed_equals_resident_bit_for_bit(fixture: str, slots: str) -> None:
         with (
             installed(FakeDevice()) as fake,
             open_forward(
-                ORACLE / fixture, device="cuda", budget=budget, max_rows=12, cells=cells_of(2), stats=stats
+                ORACLE / fixture,
+                device="cuda",
+                budget=budget,
+                max_rows=12,
+                cells=cells_of(2),
+                state_slots=4,
+                stats=stats,
             ) as forward,
         ):
             outputs.append(logits_of(forward, 12, 2))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from concurrent.futures import ThreadPoolExecutor
 
 import gguf
 import numpy as np
@@ -16,12 +15,23 @@ from tests.cuda.nvrtc import compile_cubin, library
 needs_nvrtc = pytest.mark.skipif(library() is None, reason="needs nvidia-cuda-nvrtc-cu12 (in the extra `dev`)")
 
 
+def assert_compiles(arch: str, *, optimize: bool) -> None:
+    names = kernel_names()
+    symbols = compile_cubin(source_text(), names, arch, optimize=optimize)
+    assert len(set(symbols.values())) == len(names)
+
+
 @needs_nvrtc
-def test_every_kernel_compiles_for_every_architecture() -> None:
-    names, archs = kernel_names(), ("sm_75", "sm_80", "sm_90")
-    with ThreadPoolExecutor() as threads:
-        for symbols in threads.map(lambda arch: compile_cubin(source_text(), names, arch), archs):
-            assert len(set(symbols.values())) == len(names)
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90"])
+def test_every_kernel_compiles_for_every_architecture(arch: str) -> None:
+    assert_compiles(arch, optimize=False)
+
+
+@pytest.mark.slow
+@needs_nvrtc
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90"])
+def test_every_kernel_compiles_optimized(arch: str) -> None:
+    assert_compiles(arch, optimize=True)
 
 
 @needs_nvrtc

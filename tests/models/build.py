@@ -38,12 +38,13 @@ def open_forward(
     state_slots: int | None = None,
     host_cache: str = "auto",
     trace: Path | None = None,
+    threads: int = 1,
 ) -> Iterator[Forward]:
     """A loaded model; `budget` is what `--expert-cache` takes."""
     file = GGUFFile.open(path)
     model = load_model(file, draft=draft)
     model.fit_context(cells)
-    backend = make_backend(device, threads=2, flash_attention=flash)
+    backend = make_backend(device, threads=threads, flash_attention=flash)
     backend.check(model.dense_weights(), model.towers.values())
     settings = LaneSettings(
         device=device,

@@ -143,6 +143,8 @@ def run(path: Path, c: Combination) -> tuple[NDArray[np.float32], ExpertStats]:
         lookahead=c.lookahead,
         max_rows=512,
         cells=cells_of(c.batch),
+        state_slots=2 * c.batch,
+        threads=2,
         stats=stats,
     ) as forward:
         return logits_of(forward, c.prompt, c.batch), stats
@@ -151,7 +153,8 @@ def run(path: Path, c: Combination) -> tuple[NDArray[np.float32], ExpertStats]:
 @lru_cache
 def resident(path: Path, prompt: int, batch: int) -> NDArray[np.float32]:
     """The same from the mapped file: no slot, no reader."""
-    with open_forward(path, budget="auto", reader="auto", max_rows=512, cells=cells_of(batch)) as forward:
+    cells, states = cells_of(batch), 2 * batch
+    with open_forward(path, budget="auto", reader="auto", max_rows=512, cells=cells, state_slots=states) as forward:
         return logits_of(forward, prompt, batch)
 
 
