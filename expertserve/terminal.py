@@ -14,11 +14,13 @@ from contextlib import closing
 from typing import Any, TextIO
 
 from expertserve.config import SETTINGS, Settings
+from expertserve.data import model_path
 from expertserve.engine.load import LoadedModel, load_model
 from expertserve.engine.request import FinishEvent, SamplingParams, TokenEvent
 from expertserve.engine.waiting import events
 from expertserve.errors import ConfigError
 from expertserve.experts.stats import ExpertStats
+from expertserve.gguf.file import GGUFFile
 from expertserve.text.answer import Piece
 from expertserve.text.dialect import dialect_of
 from expertserve.text.dialects.dialect import Dialect
@@ -146,6 +148,7 @@ def run(settings: Settings, stats: ExpertStats, prompt: str | None) -> int:
     if prompt is None and not chat:
         prompt = sys.stdin.read()
     if prompt is not None and not prompt.strip():
+        GGUFFile.open(model_path(settings.model)).close()  # where the file is at fault too, that is said first
         raise ConfigError("the prompt is empty: give it with --prompt or on standard input")
     with closing(load_model(dataclasses.replace(settings, parallel=1), stats)) as model:
         conversation = Conversation(model, settings, sys.stdout, sys.stderr)

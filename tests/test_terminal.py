@@ -11,7 +11,7 @@ import pytest
 
 from expertserve.config import Settings
 from expertserve.engine.request import ErrorEvent, Event, FinishEvent, Request, Timings, TokenEvent, Usage
-from expertserve.errors import ConfigError, ExpertReadError
+from expertserve.errors import ConfigError, ExpertReadError, GGUFError
 from expertserve.experts.stats import ExpertStats
 from expertserve.terminal import Conversation, _chat, run
 
@@ -118,8 +118,11 @@ def test_failed_answer_raises_its_error() -> None:
 
 def test_empty_prompt_is_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO(" \n"))
+    monkeypatch.setattr("expertserve.terminal.load_model", None)
     for prompt in (None, ""):
         with pytest.raises(ConfigError, match="prompt is empty"):
+            run(Settings(model="demo"), ExpertStats(), prompt)
+        with pytest.raises(GGUFError, match="/nonexistent"):
             run(Settings(model="/nonexistent"), ExpertStats(), prompt)
 
 
