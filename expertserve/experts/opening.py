@@ -220,7 +220,7 @@ def announce(stats: ExpertStats, parts: LaneParts, settings: LaneSettings) -> No
         resident_bytes=sum(streamer.store.resident_bytes for streamer in parts.streamers),
         classes=len(parts.plan.classes),
         mode=stats.read_mode,
-        threads=settings.threads,
+        io_threads=settings.threads,
         **_about_tiers(parts.streamers),
     )
 
