@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 
 from expertserve.errors import CapacityError
+from expertserve.values import size_text
 
 HUGE_PAGES_FROM = 4 << 20
 
@@ -24,7 +25,7 @@ def map_anonymous(nbytes: int, purpose: str, *, huge_pages: bool = True) -> mmap
             return mmap.mmap(-1, nbytes)
         memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError, ValueError) as error:
-        raise CapacityError(f"no memory for {purpose}: {nbytes} bytes were refused ({error})") from error
+        raise CapacityError(f"no memory for {purpose}: {size_text(nbytes)} were refused ({error})") from error
     if huge_pages and nbytes >= HUGE_PAGES_FROM and hasattr(mmap, "MADV_HUGEPAGE"):
         try:
             memory.madvise(mmap.MADV_HUGEPAGE)

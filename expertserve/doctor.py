@@ -22,8 +22,8 @@ from expertserve.experts.memory import available_memory
 from expertserve.gguf.file import GGUFFile
 from expertserve.models.registry import load_model
 from expertserve.ops.devices import device_reports
+from expertserve.values import size_text
 
-MIB, GIB = 1 << 20, 1 << 30
 LEAST_DESCRIPTORS = 1024
 _PACKAGES = ("numpy", "ggml-python", "llguidance", "fastapi", "uvicorn")
 _TRIAL_S = 0.5
@@ -73,7 +73,7 @@ def _devices() -> Iterator[Finding]:
 
 def _memory() -> Iterator[Finding]:
     memory = available_memory()
-    yield Finding("ok", "memory", f"{memory.nbytes / GIB:.1f} GiB to be had, by {memory.limited_by}")
+    yield Finding("ok", "memory", f"{size_text(memory.nbytes)} to be had, by {memory.limited_by}")
 
 
 def _limits() -> Iterator[Finding]:
@@ -91,7 +91,7 @@ def _file(model: str) -> Iterator[Finding]:
     try:
         file = GGUFFile.open(model_path(model))
         nbytes = sum(path.stat().st_size for path in file.paths)
-        yield Finding("ok", "model", f"{model}: {file.architecture}, {nbytes / GIB:.2f} GiB in {len(file.paths)} files")
+        yield Finding("ok", "model", f"{model}: {file.architecture}, {size_text(nbytes)} in {len(file.paths)} files")
         threads = resolve({"model": model}).io_threads
         with open_trial(load_model(file).towers, file.paths, threads) as (trial, mode):
             if mode != "direct":

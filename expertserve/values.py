@@ -1,4 +1,4 @@
-"""The forms a setting's value may take when it comes as text: sizes, expert budgets, lists, files.
+"""The forms that values of settings take as text: sizes (how people are shown them, too), expert budgets, lists, files.
 
 Each parser takes what a flag, variable or TOML key held and returns the typed value, or raises ValueError with a phrase
 that starts with "should be". Which setting uses which form is declared in config.py.
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
+MIB, GIB = 1 << 20, 1 << 30
 _UNITS = {"": 1, "b": 1} | {
     f"{letter}{tail}": base**power
     for power, letter in enumerate("kmgt", start=1)
@@ -39,6 +40,13 @@ def parse_bytes(value: object) -> int:
     if not match or match[2] not in _UNITS:
         raise ValueError("should be a size such as 8GiB, 512MiB or a number of bytes")
     return int(float(match[1]) * _UNITS[match[2]])
+
+
+def size_text(nbytes: float) -> str:
+    """Bytes for people: 512 bytes, 12.3 MiB, 4.56 GiB."""
+    if abs(nbytes) >= GIB:
+        return f"{nbytes / GIB:,.2f} GiB"
+    return f"{nbytes / MIB:.1f} MiB" if abs(nbytes) >= MIB / 10 else f"{nbytes:.0f} bytes"
 
 
 def parse_budget(value: object) -> ExpertBudget:

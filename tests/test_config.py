@@ -13,7 +13,7 @@ from expertserve.cpus import physical_cores, usable_cpus
 from expertserve.declare import COMMANDS, ENV_PREFIX
 from expertserve.engine.request import SamplingParams
 from expertserve.errors import ConfigError
-from expertserve.values import ExpertBudget, parse_budget, parse_bytes
+from expertserve.values import ExpertBudget, parse_budget, parse_bytes, size_text
 
 ROOT = Path(__file__).parents[1]
 
@@ -214,6 +214,21 @@ def test_example_file_is_valid(path: Path) -> None:
 )
 def test_size_has_units(text: str, size: int) -> None:
     assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 bytes"),
+        (-(5 << 19), "-2.5 MiB"),
+        (4096, "4096 bytes"),
+        (300 << 10, "0.3 MiB"),
+        (1000 << 20, "1000.0 MiB"),
+        (3 << 29, "1.50 GiB"),
+    ],
+)
+def test_size_is_shown_in_the_unit_that_people_read(nbytes: int, text: str) -> None:
+    assert size_text(nbytes) == text
 
 
 @pytest.mark.parametrize(

@@ -47,4 +47,4 @@ def test_memory_is_named_with_what_limits_it(
     monkeypatch.setattr(doctor, "_TRIAL_S", 0.0)
     monkeypatch.setattr(doctor, "available_memory", lambda: AvailableMemory(3 << 30, "a test"))
     main(["doctor"])
-    assert ["ok", "memory", "3.0 GiB to be had, by a test"] in lines(capsys)
+    assert ["ok", "memory", "3.00 GiB to be had, by a test"] in lines(capsys)

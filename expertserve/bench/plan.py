@@ -13,7 +13,7 @@ from a trace of the model where there is one, else from the embedded model's, wh
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,7 +28,7 @@ from expertserve.bench.replay import POLICIES, hit_rate, read_requests, slots_of
 from expertserve.config import Settings
 from expertserve.data import model_path
 from expertserve.engine.load import memory_needs
-from expertserve.errors import CapacityError, ConfigError, ExpertServeError
+from expertserve.errors import CapacityError, ConfigError, ExpertServeError, KernelUnavailableError
 from expertserve.experts.budget import SlotPlan
 from expertserve.experts.knee import fewest_within
 from expertserve.experts.memory import AvailableMemory, available_memory
@@ -37,7 +37,7 @@ from expertserve.gguf.file import GGUFFile
 from expertserve.models.model import Model
 from expertserve.models.registry import load_model
 from expertserve.ops.factory import device_workspace, make_backend
-from expertserve.values import parse_bytes
+from expertserve.values import parse_bytes, size_text
 
 # Decode hit rate of ours by share of the experts in slots, on the embedded model's recorded routing.
 _USUAL_SHARES = (0.0, 0.05, 0.1, 0.15, 0.25, 0.35, 0.5, 0.65, 0.75, 0.9, 1.0)
@@ -45,7 +45,16 @@ _USUAL_HITS = (0.0, 0.188, 0.36, 0.477, 0.636, 0.742, 0.846, 0.916, 0.951, 0.988
 _CURVE = tuple(share / 20 for share in range(1, 21))
 _STEPS = 64  # of decode, with misses drawn at the expected rate
 USUAL_AHEAD = LookAheadShares(used=0.75, wasted=0.27)  # as measured with the next layer's router; see EXPERIMENTS
-_MIB = 1 << 20
+_LABELS = {
+    "expert_bytes": "all experts",
+    "token_bytes": "read by a token",
+    "working_bytes": "experts of a token",
+    "dense_bytes": "dense weights",
+    "kv_bytes": "KV cache",
+    "state_bytes": "recurrent states",
+    "left_bytes": "left for slots",
+    "arena_bytes": "slots take",
+}
 
 HitRate = Callable[[float], float]
 
@@ -167,13 +176,12 @@ def show_plan(settings: Settings, memory: str | None, trace: Path | None, *, as_
         model = load_model(file)
         sizes = model_sizes(model)
         found, reserve = _memory(settings.device, memory)
-        needs = memory_needs(model, settings, found.nbytes - reserve)
+        needs = memory_needs(model, settings, found.nbytes, reserve)
         report: dict[str, object] = {
             "model": file.paths[0].name,
             "device": settings.device,
             "memory_bytes": found.nbytes,
             "memory_limited_by": found.limited_by,
-            "reserve_bytes": reserve,
             **asdict(sizes),
             **asdict(needs),
         }
@@ -201,7 +209,12 @@ def _memory(device: str, given: str | None) -> tuple[AvailableMemory, int]:
         found = AvailableMemory(_parse_memory(given), "--memory")
         workspace = device_workspace(device, found.nbytes)
         return found, found.reserve_bytes if workspace is None else workspace
-    with closing(make_backend(device, threads=1, flash_attention=True)) as backend:
+    try:
+        backend = make_backend(device, threads=1, flash_attention=True)
+    except KernelUnavailableError as error:
+        hint = "to plan for a machine that has it, say how much memory it has there, as in --memory 24GiB"
+        raise KernelUnavailableError(f"{error}; {hint}") from None
+    with closing(backend):
         own = backend.memory()
     if own is not None:
         return AvailableMemory(own[0], f"the {device} device"), own[1]
@@ -307,13 +320,25 @@ def _print(report: dict[str, object], as_json: bool) -> None:
         print(json.dumps(report))
         return
     curve = report.pop("curve", None)
+    print(f"{_answer(report)}\n")
+    report.pop("refused", None)
     for name, value in report.items():
-        print(f"{name.replace('_bytes_s', ' rate').replace('_bytes', '').replace('_', ' '):24s}{_shown(name, value)}")
+        label = _LABELS.get(name) or name.replace("_bytes_s", " rate").replace("_bytes", "").replace("_", " ")
+        print(f"{label:24s}{_shown(name, value)}")
     if isinstance(curve, list):
         print("slots   hits   decode tok/s")
         for row in curve:
             rate = "?" if row["decode_tok_s"] is None else f"{row['decode_tok_s']:.2f}"
             print(f"{row['share']:5.0%}  {row['hit_rate']:5.1%}  {rate:>12}")
+
+
+def _answer(report: Mapping[str, object]) -> str:
+    """Whether it runs and how fast, in a line."""
+    if "refused" in report:
+        return f"It would not run: {report['refused']}."
+    rates = [report.get(name) for name in ("decode_tok_s", "prefill_tok_s")]
+    decode, prefill = (f"{rate:,.1f} tokens a second" if isinstance(rate, float) else "not known" for rate in rates)
+    return f"It would run, {report['share']:.0%} of its experts in slots. Decode: {decode}; long prompts: {prefill}."
 
 
 def _shown(name: str, value: object) -> str:
@@ -322,7 +347,7 @@ def _shown(name: str, value: object) -> str:
     if name.endswith("_bytes_s") and isinstance(value, float):
         return f"{value / 1e9:.2f} GB/s"
     if name.endswith("_bytes") and isinstance(value, int):
-        return f"{value / _MIB:,.1f} MiB"
+        return size_text(value)
     if isinstance(value, float):
         if name.endswith("_ms"):
             return f"{value:.3f}"

@@ -13,6 +13,7 @@ from expertserve.bench.memory_cap import limited_memory
 from expertserve.config import Settings, as_flags, environment_without_settings
 from expertserve.errors import CapacityError
 from expertserve.experts.stats import ExpertStats, PhaseCounters
+from expertserve.values import size_text
 
 _TIMEOUT_S = 3600
 
@@ -60,7 +61,9 @@ def measure_row(case: Case, stats: ExpertStats, cap: int | None = None) -> dict[
         for name, counters in report["phases"].items():
             stats.phases[name].add(PhaseCounters(**counters))
         return row | {"report": report if peak is None else report | {"peak_bytes": peak}}
-    return row | _failure(done, "" if cap is None else f" (it held {peak} of the {cap} bytes of --memory-cap)")
+    return row | _failure(
+        done, "" if cap is None else f" (it held {size_text(peak or 0)} of the {size_text(cap)} of --memory-cap)"
+    )
 
 
 def _failure(done: subprocess.CompletedProcess[str], under: str) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from expertserve.bench.results import Column, Row
+from expertserve.values import MIB
 
 COLUMNS = (
     Column("tok/s", "decode_tok_s", 1, ".2f"),
@@ -20,7 +21,7 @@ COLUMNS = (
     Column("comp ms", "compute_ms_token", 1, ".1f"),
     Column("roof", "roofline_tok_s", 1, ".1f"),
     Column("ratio", "of_roofline", 1, ".2f"),
-    Column("peak MiB", "peak_bytes", 1 / (1 << 20), ".0f"),
+    Column("peak MiB", "peak_bytes", 1 / MIB, ".0f"),
     Column("others", "other_cores", 1, ".2f"),
 )
 

@@ -31,6 +31,7 @@ from expertserve.ops.base import KVType
 from expertserve.ops.factory import make_backend
 from expertserve.text.chat_template import ChatTemplate
 from expertserve.text.tokenizer import Tokenizer
+from expertserve.values import size_text
 
 DEFAULT_CONTEXT = 8192
 LEAST_CONTEXT = 512
@@ -79,7 +80,7 @@ def load_model(settings: Settings, stats: ExpertStats) -> LoadedModel:
         dense = model.dense_weights()
         backend.check(dense, model.towers.values())
         free, reserve = backend.memory() or _host_memory()
-        needs = memory_needs(model, settings, free - reserve)
+        needs = memory_needs(model, settings, free, reserve)
         needs.require_fit()
         model.fit_context(needs.context)
         if settings.ctx and settings.ctx > needs.context:
@@ -152,9 +153,12 @@ class MemoryNeeds:
 
     Attributes:
         context: tokens that may be held at once.
+        reserve_bytes: what is left to others.
         cells: of the KV cache; the context and what drafts need beside it.
         left_bytes: for slots; negative where the rest alone is too much.
     """
+
+    reserve_bytes: int
 
     dense_bytes: int
     context: int
@@ -167,22 +171,24 @@ class MemoryNeeds:
         """Raises CapacityError where there is too little memory even without experts."""
         if self.left_bytes < 0:
             kept = self.kv_bytes + self.state_bytes
-            memory = max(0, self.left_bytes + self.dense_bytes + kept)
+            free = self.left_bytes + self.dense_bytes + kept + self.reserve_bytes
             raise CapacityError(
-                f"{self.dense_bytes} bytes of dense weights and {kept} of KV cache and states for {self.cells} tokens "
-                f"do not fit the {memory} bytes of memory there are, experts left out: lower --ctx or free memory"
+                f"{size_text(self.dense_bytes)} of dense weights and {size_text(kept)} of KV cache and states for "
+                f"{self.cells} tokens do not fit the {size_text(free)} of memory there are, of which a reserve of "
+                f"{size_text(self.reserve_bytes)} is left alone; experts come on top: lower --ctx or free memory"
             )
 
 
-def memory_needs(model: Model, settings: Settings, free_bytes: int) -> MemoryNeeds:
+def memory_needs(model: Model, settings: Settings, free_bytes: int, reserve_bytes: int) -> MemoryNeeds:
     """Divides `free_bytes` of the memory where the model computes, from its header alone."""
+    own = free_bytes - reserve_bytes
     dense = sum(info.nbytes for info in model.dense_weights())
     drafts = _drafts(settings)
     kv_type = KVType(settings.kv_type)
-    context = min(settings.ctx or _default_context(model, kv_type, free_bytes - dense), model.hp.context_length)
+    context = min(settings.ctx or _default_context(model, kv_type, own - dense), model.hp.context_length)
     cells = -(-context // KV_BUCKET) * KV_BUCKET + scratch_cells(settings.parallel, drafts)
     kv, states = kv_bytes(model, kv_type, cells), slots_for(settings.parallel, drafts) * state_bytes(model)
-    return MemoryNeeds(dense, context, cells, kv, states, free_bytes - dense - kv - states)
+    return MemoryNeeds(reserve_bytes, dense, context, cells, kv, states, own - dense - kv - states)
 
 
 def _drafts(settings: Settings) -> int:

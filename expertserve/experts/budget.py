@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from expertserve.errors import CapacityError
 from expertserve.experts.layout import SlotLayout
 from expertserve.gguf.spans import ExpertTower
-from expertserve.values import ExpertBudget
+from expertserve.values import MIB, ExpertBudget, size_text
 
-MIB = 1 << 20
 _SETTING = "--expert-cache"
 
 
@@ -103,13 +102,13 @@ def plan_slots(
             remedy = "lower --ctx or free memory"
         raise CapacityError(
             f"{asked} is too little room for experts: "
-            f"a layer's top-{top_k} needs {sum(least)} slots, {need} bytes; {remedy}"
+            f"a layer's top-{top_k} needs {sum(least)} slots, {size_text(need)}; {remedy}"
         )
     plan = SlotPlan(tuple(classes), slots, f"{sum(slots)} of {total} experts in slots, from {asked}")
     if available_bytes is not None and plan.arena_bytes > available_bytes:
         left = max(0, available_bytes)
         raise CapacityError(
-            f"{plan.arena_bytes} bytes of expert slots do not fit the {left} bytes of memory left; "
+            f"{size_text(plan.arena_bytes)} of expert slots do not fit the {size_text(left)} of memory left; "
             f"give {_SETTING} {left // MIB}MiB or less, or auto"
         )
     return plan
@@ -135,9 +134,10 @@ def tier_places(plan: SlotPlan, budget: ExpertBudget, available_bytes: int) -> t
     places = tuple(int(share * n + 1e-9) for n in absent)
     nbytes = sum((n + 1) * size for n, size in zip(places, sizes, strict=True))
     if nbytes > available_bytes and budget.kind != "auto":
+        left = max(0, available_bytes)
         raise CapacityError(
-            f"{nbytes} bytes for experts on the host do not fit the {available_bytes} bytes of its memory left; "
-            f"give --host-cache {max(0, available_bytes) // MIB}MiB or less, auto or off"
+            f"{size_text(nbytes)} for experts on the host do not fit the {size_text(left)} of its memory left; "
+            f"give --host-cache {left // MIB}MiB or less, auto or off"
         )
     return places
 
@@ -149,11 +149,11 @@ def _share(budget: ExpertBudget, total: int, all_bytes: int, available_bytes: in
     if budget.kind == "percent":
         return budget.amount / 100, f"{budget.amount:g}% of the experts"
     if budget.kind == "bytes":
-        return min(1.0, budget.amount / all_bytes), f"{budget.amount:.0f} bytes"
+        return min(1.0, budget.amount / all_bytes), size_text(budget.amount)
     if available_bytes is None:
         return 1.0, "all of them (auto)"
     left = max(0, available_bytes)
-    return min(1.0, left / all_bytes), f"{left / MIB:,.1f} MiB of memory left (auto)"
+    return min(1.0, left / all_bytes), f"{size_text(left)} of memory left (auto)"
 
 
 def _divide(classes: Sequence[SizeClass], share: float, least: Sequence[int], all_bytes: int) -> tuple[int, ...] | None:

@@ -10,7 +10,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-MIB = 1 << 20
+from expertserve.values import MIB, size_text
+
 LEAST_RESERVE_BYTES = 384 * MIB  # the interpreter, kernel work buffers, a burst of requests
 _RESERVE_SHARE = 0.04
 _UNLIMITED = 1 << 60  # version 1 writes a huge number for "no limit"
@@ -38,7 +39,7 @@ def available_memory(root: Path = Path("/")) -> AvailableMemory:
     for group, limit, used, file_cache in _groups(root):
         if limit < _UNLIMITED:
             left = max(0, limit - max(0, used - file_cache))
-            found.append(AvailableMemory(left, f"the control group's limit of {limit} bytes ({group})"))
+            found.append(AvailableMemory(left, f"the control group's limit of {size_text(limit)} ({group})"))
     return min(found, key=lambda memory: memory.nbytes)
 
 

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-GIB = 1 << 30
+from expertserve.values import GIB
+
 PHASES = ("prefill", "decode", "outside")
 
 

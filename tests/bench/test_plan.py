@@ -50,7 +50,8 @@ def test_the_knee_is_where_more_slots_answer_hardly_more() -> None:
 @pytest.mark.skipif(device_reports()["cuda"][0], reason="there is a GPU")
 def test_a_device_that_is_not_here_is_planned_for_with_memory_given(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "demo", "--device", "cuda"]) != 0
-    assert len(capsys.readouterr().err.strip().splitlines()) == 1
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert "--device cuda cannot be used" in line and line.endswith("as in --memory 24GiB")
     report = plan(capsys, "demo", "--device", "cuda", "--memory", "8GiB", "--expert-cache", "50%")
     assert (report["device"], report["slots"], report["decode_tok_s"]) == ("cuda", 120, None)
     assert "cuda" in report["not_measured"] and report["reserve_bytes"] == 768 << 20
@@ -120,6 +121,10 @@ def test_what_would_be_refused_is_said_with_the_loaders_words(capsys: pytest.Cap
     report = plan(capsys, "demo", "--expert-cache", "1", code=5)
     assert "top-4 needs 12 slots" in report["refused"] and "slots" not in report
     assert "do not fit" in plan(capsys, "demo", "--memory", "390MiB", "--expert-cache", "100%", code=5)["refused"]
+    assert main(["plan", "demo", "--memory", "10MiB"]) == 5
+    refusal = capsys.readouterr().out.splitlines()[0]
+    assert refusal.startswith("It would not run: ") and "do not fit the 10.0 MiB of memory there are" in refusal
+    assert "a reserve of 384.0 MiB" in refusal
     assert main(["plan", "demo", "--memory", "much"]) == 2
     assert "--memory much" in capsys.readouterr().err
 
@@ -144,5 +149,6 @@ def test_a_file_that_is_still_downloaded_is_planned(tmp_path: Path, capsys: pyte
 def test_the_table_has_the_figures(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "demo", "--expert-cache", "25%"]) == 0
     table = capsys.readouterr().out
+    assert table.startswith("It would run, 25% of its experts in slots. Decode: ") and "all experts" in table
     assert "slots                   60\n" in table and "hit rate                63.6%\n" in table
     assert table.splitlines()[-1].split()[:2] == ["100%", "100.0%"]

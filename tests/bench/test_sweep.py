@@ -292,7 +292,7 @@ def test_rows_that_a_cap_kills_are_void_and_say_what_they_held() -> None:
     assert done.returncode == 1 and len(rows) == 3
     for row in rows:
         assert row["void"].startswith("its process ended with signal 9: without a word (it held ")
-        assert row["void"].endswith(" of the 16777216 bytes of --memory-cap)")
+        assert row["void"].endswith(" of the 16.0 MiB of --memory-cap)")
 
 
 def test_a_budget_that_does_not_fit_is_no_void_row() -> None:

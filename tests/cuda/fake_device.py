@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from expertserve.errors import CapacityError
 from expertserve.ops.cuda import device
 from expertserve.ops.cuda.device import Command, Download, Launch, Product, Upload, Zero
 from expertserve.ops.cuda.source import kernel_names
@@ -144,9 +143,7 @@ class FakeDevice(device.Device):
 
     def allocate(self, nbytes: int, what: str) -> FakeMemory:
         if nbytes > self.free_bytes():
-            raise CapacityError(
-                f"the GPU refused {nbytes} bytes for {what}; {self.free_bytes()} of its memory are free"
-            )
+            raise device.refusal(nbytes, what, self.free_bytes())
         return FakeMemory(self, nbytes)
 
     def allocate_pinned(self, nbytes: int, what: str) -> NDArray[np.uint8]:

@@ -10,6 +10,7 @@ from expertserve.experts.device_store import STAGING_BUFFERS, DeviceExpertSlotSt
 from expertserve.experts.factory import make_slot_store
 from expertserve.experts.store import HostExpertSlotStore
 from expertserve.ops.cuda.device import Download
+from expertserve.values import size_text
 from tests.cuda.emulator import available
 from tests.cuda.fake_device import POISON, FakeDevice, at, installed
 
@@ -85,7 +86,9 @@ def test_a_slot_must_be_open_to_be_committed_and_closed_to_be_read() -> None:
 
 def test_an_arena_that_does_not_fit_is_refused_with_the_numbers() -> None:
     device = FakeDevice(vram_bytes=10 * SLOT)
-    with pytest.raises(CapacityError, match=f"{11 * SLOT} bytes for expert slots .*--expert-cache.*{10 * SLOT}"):
+    with pytest.raises(
+        CapacityError, match=f"{size_text(11 * SLOT)} for expert slots .*--expert-cache.*{size_text(10 * SLOT)}"
+    ):
         DeviceExpertSlotStore(device, 11, SLOT)
     assert device.used_bytes == 0
 

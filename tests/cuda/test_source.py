@@ -60,3 +60,15 @@ def test_codebooks_are_those_of_the_file_format(name: str) -> None:
     shifts, bits = np.arange(want.shape[1]) * GRIDS[name], GRIDS[name]
     digits = codes[:, None] >> shifts & (1 << bits) - 1
     assert np.array_equal(np.array(kind.grid_map)[digits], want)
+
+
+def test_a_driver_without_a_gpu_is_told_from_a_missing_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cupy", reason="needs CuPy")
+    from expertserve.ops.cuda import cupy_device
+
+    def refuse(status: int) -> None:
+        raise cupy_device.runtime.CUDARuntimeError(status)
+
+    for status, said in ((100, "there is no NVIDIA GPU"), (35, "the NVIDIA driver is missing or too old")):
+        monkeypatch.setattr(cupy_device.runtime, "getDeviceCount", lambda status=status: refuse(status))
+        assert str(cupy_device.why_unusable()).startswith(said)

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from expertserve.errors import CapacityError
-from expertserve.experts.budget import MIB, SizeClass, least_slots, plan_slots, size_classes
+from expertserve.experts.budget import SizeClass, least_slots, plan_slots, size_classes
 from expertserve.experts.knee import fewest_within, knee_slots
 from expertserve.experts.memory import LEAST_RESERVE_BYTES, AvailableMemory, available_memory
-from expertserve.values import ExpertBudget
+from expertserve.values import MIB, ExpertBudget, size_text
 from tests.experts.worlds import make_world
 
 UNEVEN = make_world(layers=6, experts=16, odd_layers={1: (1536, 1024, 9000), 4: (40_000, 40_000, 40_000)})
@@ -39,7 +39,7 @@ def test_a_plan_keeps_its_budget_and_its_floor(kind: str, amount: float, top_k: 
         plan = plan_slots(groups, budget, top_k)
     except CapacityError as error:
         floor = sum(n * g.layout.slot_bytes for n, g in zip(least_slots(groups, top_k), groups, strict=True))
-        assert str(floor) in str(error) and "--expert-cache" in str(error)
+        assert size_text(floor) in str(error) and "--expert-cache" in str(error)
         assert budget.amount / scale * all_bytes < floor + max(g.layout.slot_bytes for g in groups)
         return
     for slots, least, group in zip(plan.slots, least_slots(groups, top_k), groups, strict=True):
@@ -70,7 +70,7 @@ def test_the_fewest_slots_are_enough_where_layers_differ() -> None:
 
 @pytest.mark.parametrize("kind", ["bytes", "slots"])
 def test_a_budget_under_one_layers_top_k_is_refused_with_number_and_setting(kind: str) -> None:
-    with pytest.raises(CapacityError, match=r"top-8 needs 24 slots, \d+ bytes; give --expert-cache \d+MiB or more"):
+    with pytest.raises(CapacityError, match=r"top-8 needs 24 slots, \d+\.\d MiB; give --expert-cache \d+MiB or more"):
         plan_slots(classes(), ExpertBudget(kind, 4), 8)  # type: ignore[arg-type]
 
 
@@ -83,7 +83,7 @@ def test_the_budget_named_in_a_refusal_is_accepted() -> None:
 
 def test_more_slots_than_memory_are_refused_and_auto_takes_what_there_is() -> None:
     all_bytes = sum(group.all_bytes for group in classes())
-    with pytest.raises(CapacityError, match=r"do not fit the \d+ bytes.*or auto"):
+    with pytest.raises(CapacityError, match=r"do not fit the \d+\.\d MiB of memory left.*or auto"):
         plan_slots(classes(), ExpertBudget("percent", 100), 2, available_bytes=all_bytes - 1)
     plan = plan_slots(classes(), ExpertBudget("auto"), 2, available_bytes=all_bytes // 2)
     assert all_bytes // 4 < plan.arena_bytes <= all_bytes // 2
@@ -123,7 +123,7 @@ def test_a_version_1_limit_counts_less_what_is_used_but_not_file_cache(tmp_path:
         },
     )
     memory = available_memory(root)
-    assert memory.nbytes == 400_000_000 and "500000000 bytes (/jobs/one)" in memory.limited_by
+    assert memory.nbytes == 400_000_000 and "476.8 MiB (/jobs/one)" in memory.limited_by
 
 
 def test_a_version_2_limit_of_a_parent_counts(tmp_path: Path) -> None:

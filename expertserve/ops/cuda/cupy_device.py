@@ -21,8 +21,11 @@ from expertserve.errors import CapacityError, KernelUnavailableError
 from expertserve.ops.cuda import device
 from expertserve.ops.cuda.device import THREADS, Command, Download, Launch, Product, Upload, Zero
 from expertserve.ops.cuda.source import source_text
+from expertserve.values import size_text
 
 LEAST_CAPABILITY = 75
+_ERROR_NO_DEVICE = 100  # cudaErrorNoDevice of driver_types.h; CuPy has no name for it
+_NO_GPU = "there is no NVIDIA GPU (look at nvidia-smi and CUDA_VISIBLE_DEVICES)"
 _NO_TOOLKIT = (
     "{} is missing beside CuPy: pip install 'expertserve[cuda]' for CUDA 12, 'expertserve[cuda13]' for CUDA 13"
 )
@@ -34,9 +37,10 @@ def why_unusable() -> str | None:
     try:
         count = runtime.getDeviceCount()
     except runtime.CUDARuntimeError as error:
-        return f"the NVIDIA driver is missing or too old for this CuPy ({error})"
+        missing = f"the NVIDIA driver is missing or too old for this CuPy ({error})"
+        return _NO_GPU if error.status == _ERROR_NO_DEVICE else missing
     if count == 0:
-        return "there is no NVIDIA GPU (look at nvidia-smi and CUDA_VISIBLE_DEVICES)"
+        return _NO_GPU
     capability = int(cupy.cuda.Device(0).compute_capability)
     if capability < LEAST_CAPABILITY:
         return f"the GPU has compute capability {capability / 10:.1f}; {LEAST_CAPABILITY / 10:.1f} or more is needed"
@@ -169,9 +173,7 @@ class CupyDevice(device.Device):
         try:
             return CupyMemory(cupy.cuda.alloc(max(nbytes, 1)), nbytes)
         except (cupy.cuda.memory.OutOfMemoryError, runtime.CUDARuntimeError):
-            raise CapacityError(
-                f"the GPU refused {nbytes} bytes for {what}; {self.free_bytes()} of its memory are free"
-            ) from None
+            raise device.refusal(nbytes, what, self.free_bytes()) from None
 
     def allocate_pinned(self, nbytes: int, what: str) -> NDArray[np.uint8]:
         room = nbytes + mmap.PAGESIZE
@@ -179,7 +181,7 @@ class CupyDevice(device.Device):
             # Past CuPy's pool, which rounds up to a power of two and keeps what was freed.
             memory = cupy.cuda.PinnedMemoryPointer(cupy.cuda.PinnedMemory(room), 0)
         except (cupy.cuda.memory.OutOfMemoryError, runtime.CUDARuntimeError):
-            raise CapacityError(f"{nbytes} bytes of page-locked host memory for {what} were refused") from None
+            raise CapacityError(f"{size_text(nbytes)} of page-locked host memory for {what} were refused") from None
         array: NDArray[np.uint8] = np.frombuffer(memory, np.uint8, room)
         skip = -array.ctypes.data % mmap.PAGESIZE
         return array[skip : skip + nbytes]

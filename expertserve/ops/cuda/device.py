@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from expertserve.errors import KernelUnavailableError
+from expertserve.errors import CapacityError, KernelUnavailableError
+from expertserve.values import size_text
 
 THREADS = 128
 """Threads of every block: WARPS warps, as the source has it."""
@@ -158,6 +159,13 @@ class Device(ABC):
     @abstractmethod
     def load_kernels(self, names: Sequence[str]) -> None:
         """Compiles kernels of the source; launching one that was not loaded is an error."""
+
+
+def refusal(nbytes: int, what: str, free_bytes: int) -> CapacityError:
+    """The error of an allocation that does not fit."""
+    return CapacityError(
+        f"the GPU refused {size_text(nbytes)} for {what}; {size_text(free_bytes)} of its memory are free"
+    )
 
 
 def missing() -> str | None:
