@@ -8,6 +8,7 @@ How marks look is for the dialects.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -33,7 +34,7 @@ class Piece:
     id: str | None = None
 
 
-class AnswerParser:
+class AnswerParser(ABC):
     """Cuts one answer.
 
     Args:
@@ -72,9 +73,9 @@ class AnswerParser:
         return pieces
 
     @property
+    @abstractmethod
     def _reasons(self) -> bool:
         """Whether what comes next belongs to the reasoning."""
-        raise NotImplementedError
 
     def flush(self) -> list[Piece]:
         """Returns what was held back: the text is over."""
