@@ -58,4 +58,6 @@ def test_a_wrong_answer_is_a_failed_row() -> None:
     report.check("wrong", lambda: World(random(2, 8)).agrees(FakeDevice(), lambda g: g.scale(g.load("x"), 0.5), -1.0))
     report.check("raises", lambda: (1 // 0 > 0, ""))
     report.note("a figure", "1")
-    assert report.failed == 2 and report.table().count("FAILED") == 2
+    assert report.figure("measured", lambda: 2.0, shown="{:.1f} GB/s".format) == 2.0
+    assert report.figure("cannot be measured", lambda: 1 // 0, shown=str) is None
+    assert report.failed == 3 and report.table().count("FAILED") == 3 and "2.0 GB/s" in report.table()

@@ -33,7 +33,7 @@ from expertserve.ops.base import (
 )
 from expertserve.ops.cuda.backend import CudaBackend
 from expertserve.ops.cuda.device import Device
-from expertserve.ops.cuda.source import FORMATS
+from expertserve.ops.cuda.source import FORMATS, kernel_names
 from expertserve.ops.reference import ReferenceBackend, activate
 from tools.gpu_check.report import Report
 from tools.gpu_check.weights import PLAIN, make_weight
@@ -170,7 +170,8 @@ def experts_agree(device: Device, fmt: str, *, weigh_inputs: bool = False) -> tu
 
 
 def check_kernels(device: Device, report: Report) -> None:
-    """All of them."""
+    """All of them, compiled at once."""
+    device.load_kernels(kernel_names(FORMATS))
     for fmt in FORMATS:
         n = 301 if fmt in PLAIN else 3 * gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[fmt]][0]
         w = {"w": (fmt, make_weight(fmt, 13, n)[0], (13, n)), "b": as_f32(random(13))}

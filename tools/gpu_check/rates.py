@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import nan
 from time import perf_counter
 
 import numpy as np
@@ -48,14 +49,16 @@ def timed(device: Device, queue: Callable[[], None], times: int) -> tuple[float,
 
 def measure_rates(device: Device, report: Report) -> None:
     """Everything, as rows of the report."""
-    copy = copy_bandwidth(device)
-    report.note("device copy, read and written", f"{copy / 1e9:.0f} GB/s")
-    upload = upload_bandwidth(device)
-    report.note("page-locked host to device", f"{upload / 1e9:.1f} GB/s")
-    report.check("resident experts, decode of one token", lambda: decode_experts(device, copy, report))
-    report.note("experts to slots", store_rate(device, upload))
+    copy = report.figure("device copy, read and written", copy_bandwidth, device, shown=_gb_s) or nan
+    upload = report.figure("page-locked host to device", upload_bandwidth, device, shown=_gb_s) or nan
+    report.check("resident experts, decode of one token", decode_experts, device, copy, report)
+    report.figure("experts to slots", store_rate, device, upload, shown=str)
     for fmt in ("Q4_K", "Q6_K", "Q8_0", "F16"):
-        report.note(f"product {fmt} 32768 x 2048, one row", product_rate(device, fmt, copy))
+        report.figure(f"product {fmt} 32768 x 2048, one row", product_rate, device, fmt, copy, shown=str)
+
+
+def _gb_s(rate: float) -> str:
+    return f"{rate / 1e9:.1f} GB/s"
 
 
 def copy_bandwidth(device: Device) -> float:

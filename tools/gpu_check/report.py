@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -24,6 +27,17 @@ class Report:
             good, figure = False, f"{type(error).__name__}: {error}"
         self.rows.append((what, figure, "ok" if good else "FAILED"))
         print(f"{self.rows[-1][2]:6}  {what}: {figure}", flush=True)
+
+    def figure(self, what: str, measure: Callable[..., T], *args: object, shown: Callable[[T], str]) -> T | None:
+        """Adds a row of what `measure(*args)` finds, as `shown`, and returns it; where it raises, a failed row."""
+        found: list[T] = []
+
+        def measured() -> tuple[bool, str]:
+            found.append(measure(*args))
+            return True, shown(found[0])
+
+        self.check(what, measured)
+        return found[0] if found else None
 
     def note(self, what: str, figure: str) -> None:
         """Adds a row that is a figure only."""
