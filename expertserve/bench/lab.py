@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from expertserve.bench.recall import recall_of
 from expertserve.bench.replay import POLICIES, Requests, compare, read_requests, reuse_distances, slots_of
-from expertserve.bench.table import print_table
+from expertserve.bench.table import aligned
 from expertserve.errors import ConfigError
 
 _PERCENTILES = (50, 90, 99)
@@ -205,20 +205,22 @@ def show_stats(path: Path, *, as_json: bool) -> int:
             f"{recall.precision:.1%} and {recall.precision_of_new:.1%} of its guesses were right"
         )
     heads = ("layer", "experts", "selections", "entropy bits", "hottest quarter", "never used", "repeated")
-    print_table(
-        heads,
-        [
-            (
-                str(layer.layer),
-                str(layer.experts),
-                str(layer.selections),
-                f"{layer.entropy_bits:.2f} of {np.log2(layer.experts):.2f}",
-                f"{layer.hottest_quarter:.1%}",
-                str(layer.never_used),
-                f"{layer.repeated:.1%}",
-            )
-            for layer in stats.layers
-        ],
+    print(
+        aligned(
+            heads,
+            [
+                (
+                    str(layer.layer),
+                    str(layer.experts),
+                    str(layer.selections),
+                    f"{layer.entropy_bits:.2f} of {np.log2(layer.experts):.2f}",
+                    f"{layer.hottest_quarter:.1%}",
+                    str(layer.never_used),
+                    f"{layer.repeated:.1%}",
+                )
+                for layer in stats.layers
+            ],
+        )
     )
     return 0
 
@@ -230,18 +232,20 @@ def show_replay(path: Path, shares: Sequence[float], *, as_json: bool) -> int:
         print(json.dumps({"trace": str(path), "rows": [asdict(row) for row in rows]}))
         return 0
     heads = ("slots", "share", *POLICIES, "gap closed", *(f"{name} shuffled" for name in POLICIES))
-    print_table(
-        heads,
-        [
-            (
-                str(row.slots),
-                f"{row.share:.0%}",
-                *(f"{rate:.1%}" for rate in row.hit_rate.values()),
-                "-" if row.gap_closed is None else f"{row.gap_closed:.0%}",
-                *(f"{rate:.1%}" for rate in row.shuffled.values()),
-            )
-            for row in rows
-        ],
+    print(
+        aligned(
+            heads,
+            [
+                (
+                    str(row.slots),
+                    f"{row.share:.0%}",
+                    *(f"{rate:.1%}" for rate in row.hit_rate.values()),
+                    "-" if row.gap_closed is None else f"{row.gap_closed:.0%}",
+                    *(f"{rate:.1%}" for rate in row.shuffled.values()),
+                )
+                for row in rows
+            ],
+        )
     )
     return 0
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from expertserve.bench.table import aligned
 from expertserve.config import Settings
 from expertserve.errors import ConfigError
 
@@ -35,18 +36,14 @@ class Column:
 
 def table(columns: Sequence[Column], rows: Sequence[Row], label: Callable[[Row], str]) -> str:
     """Rows for people; one without figures says why."""
-    labels = [label(row) for row in rows]
-    cells = [[column.cell(row) for column in columns] for row in rows]
-    widths = [max(len(column.head), *(len(each[i]) for each in cells)) for i, column in enumerate(columns)]
-    first = max(map(len, labels))
-    heads = "  ".join(column.head.rjust(width) for column, width in zip(columns, widths, strict=True))
-    lines = [f"{'':{first}}  {heads}"]
-    for row, name, each in zip(rows, labels, cells, strict=True):
+
+    def cells(row: Row) -> str | list[str]:
+        if row["void"]:
+            return f"VOID: {row['void']}"
         refused = row.get("refused")
-        says = f"VOID: {row['void']}" if row["void"] else f"did not fit: {refused}" if refused else None
-        shown = says or "  ".join(cell.rjust(width) for cell, width in zip(each, widths, strict=True))
-        lines.append(f"{name:{first}}  {shown}")
-    return "\n".join(lines)
+        return f"did not fit: {refused}" if refused else [column.cell(row) for column in columns]
+
+    return aligned([column.head for column in columns], [cells(row) for row in rows], [label(row) for row in rows])
 
 
 def publish(result: Mapping[str, Any], settings: Settings) -> bool:

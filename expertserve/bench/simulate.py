@@ -23,7 +23,7 @@ from expertserve.bench.miniature import measure_costs
 from expertserve.bench.plan import USUAL_AHEAD, model_sizes
 from expertserve.bench.recall import recall_of
 from expertserve.bench.replay import POLICIES, Policy, Requests, hits, read_requests, slots_of
-from expertserve.bench.table import print_table
+from expertserve.bench.table import aligned
 from expertserve.config import Settings
 from expertserve.data import model_path
 from expertserve.errors import ConfigError
@@ -180,19 +180,21 @@ def _print(report: Mapping[str, object]) -> None:
     print("compute, ms: " + ", ".join(f"{name.removesuffix('_s')} {1000 * s:.3f}" for name, s in compute.items()))
     others = tuple(name for name in POLICIES if name != "ours")
     heads = ("slots", "share", "hits", "reads a token", "waiting ms", "ahead", "tok/s", *(f"with {n}" for n in others))
-    print_table(
-        heads,
-        [
-            (
-                str(row["slots"]),
-                f"{row['share']:.0%}",
-                f"{row['hit_rate']:.1%}",
-                f"{row['step']['reads']:.1f}",
-                f"{1000 * row['step']['waiting']:.2f}",
-                "on" if row["ahead"] else "off",
-                f"{row['tok_s']:.2f}",
-                *(f"{row['tok_s_of'][name]:.2f}" for name in others),
-            )
-            for row in rows
-        ],
+    print(
+        aligned(
+            heads,
+            [
+                (
+                    str(row["slots"]),
+                    f"{row['share']:.0%}",
+                    f"{row['hit_rate']:.1%}",
+                    f"{row['step']['reads']:.1f}",
+                    f"{1000 * row['step']['waiting']:.2f}",
+                    "on" if row["ahead"] else "off",
+                    f"{row['tok_s']:.2f}",
+                    *(f"{row['tok_s_of'][name]:.2f}" for name in others),
+                )
+                for row in rows
+            ],
+        )
     )
