@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+JOBS ?= $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)
 NATIVE := $(wildcard expertserve/ops/ggml/*.c expertserve/ops/ggml/*.h expertserve/experts/*.c expertserve/bench/*.c)
 
 .PHONY: help setup demo test test-slow test-gpu lint type bench docs check clean demo-model
@@ -23,7 +24,7 @@ demo: setup ## answer a prompt from the embedded model
 	$(BIN)/expertserve run demo --prompt "Why is the sky blue?" --temperature 0 --max-tokens 64 --stats-every 0
 
 test: setup ## run the tests that need no GPU
-	$(BIN)/python -m pytest -m "not gpu and not slow"
+	$(BIN)/python -m pytest -m "not gpu and not slow" -n $(JOBS) --dist worksteal
 
 test-slow: setup ## run the tests that take minutes
 	$(BIN)/python -m pytest -m slow
