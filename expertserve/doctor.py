@@ -91,7 +91,8 @@ def _file(model: str) -> Iterator[Finding]:
     try:
         file = GGUFFile.open(model_path(model))
         nbytes = sum(path.stat().st_size for path in file.paths)
-        yield Finding("ok", "model", f"{model}: {file.architecture}, {size_text(nbytes)} in {len(file.paths)} files")
+        count = "1 file" if len(file.paths) == 1 else f"{len(file.paths)} files"
+        yield Finding("ok", "model", f"{model}: {file.architecture}, {size_text(nbytes)} in {count}")
         threads = resolve({"model": model}).io_threads
         with open_trial(load_model(file).towers, file.paths, threads) as (trial, mode):
             if mode != "direct":
