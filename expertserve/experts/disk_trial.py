@@ -73,8 +73,8 @@ def disk_rate(parts: Sequence[TrialPart], at_once: int, expert_bytes: int) -> Di
 
 
 def _each_s(alone: float, many: float, at_once: int) -> float:
-    """Seconds that each further expert takes."""
-    return max(1e-9, (many - alone) / (at_once - 1))
+    """Seconds that each further expert takes; no less than half of what each took among many, if one alone was slow."""
+    return max((many - alone) / (at_once - 1), many / at_once / 2)
 
 
 class DiskTrial:

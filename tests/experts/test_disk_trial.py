@@ -47,6 +47,11 @@ def test_rates_are_means_of_a_part_and_the_median_of_parts() -> None:
     assert (rate.slowest, rate.fastest, rate.first) == pytest.approx((5.0, 50.0, 10.0))
 
 
+def test_one_slow_read_alone_makes_no_fast_disk() -> None:
+    parts = [TrialPart([1.0], [8.0]), TrialPart([90.0, 1.0], [8.0])]
+    assert disk_rate(parts, AT_ONCE, 100).bandwidth == pytest.approx(2 * AT_ONCE * 100 / 8.0)
+
+
 def test_each_part_reads_whole_experts_of_the_files_once() -> None:
     disk = FakeDisk([])
     with trial_of(disk, 40) as trial:

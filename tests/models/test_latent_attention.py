@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
@@ -72,3 +73,10 @@ def test_the_cache_keeps_one_short_vector_a_token(unsplit: Path) -> None:
     latent, rotated = (model.file.get(key) for key in ("attention.kv_lora_rank", "rope.dimension_count"))
     assert short == model.hp.num_layers * 2 * (latent + rotated)
     assert whole == model.hp.num_layers * 2 * model.hp.num_heads * (64 + 32)
+
+
+def test_a_context_ends_where_tokens_would_be_chosen(made: Callable[[str, str], Path]) -> None:
+    file = GGUFFile.open(made("glm-dsa", "q8_0"))
+    assert load_model(file).hp.context_length == file.metadata["glm-dsa.context_length"]
+    file.metadata["glm-dsa.attention.indexer.top_k"] = 100
+    assert load_model(file).hp.context_length == 100
