@@ -425,7 +425,7 @@ def test_a_failure_in_mid_stream_is_an_event_then_the_end(server: Running) -> No
 
 def test_the_client_raises_on_an_error_in_mid_stream(server: Running) -> None:
     server.world.fault(fail_after(4))
-    stream = server.client.chat.completions.create(model=MODEL, messages=HELLO, stream=True)
+    stream = server.client.chat.completions.create(model=MODEL, messages=HELLO, stream=True, temperature=0)
     with pytest.raises(openai.APIError, match="expert 3"):
         list(stream)
 

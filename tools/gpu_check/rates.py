@@ -166,7 +166,7 @@ def _launches(kernel: object, base: np.ndarray, nbytes: int) -> tuple[Callable[[
     backend.own(memory)
     start, pairs = np.uint64(memory.address), np.uint64(memory.address + 4 * (TOP_K + 1))
     groups, none = (pairs, start, pairs), np.uint64(0)  # pair i is of expert i
-    silu = np.int32(GATED_OF[Activation.SILU])
+    silu, no_limit = np.int32(GATED_OF[Activation.SILU]), np.float32(0)
     hidden, ffn, top_k = np.int32(HIDDEN), np.int32(FFN), np.int32(TOP_K)
     at = 0
 
@@ -177,7 +177,7 @@ def _launches(kernel: object, base: np.ndarray, nbytes: int) -> tuple[Callable[[
         nonlocal at
         at = (at + 1) % layers
         outer, x, h = (none,) * 3, kernel._x, kernel._h  # type: ignore[attr-defined]
-        args = (table(0), table(1), *groups, *outer, x, h, hidden, ffn, top_k, ffn, silu)
+        args = (table(0), table(1), *groups, *outer, x, h, hidden, ffn, top_k, ffn, silu, no_limit)
         return Launch(names[0], (blocks(FFN, WARPS), TOP_K, 1), args)
 
     def down() -> Launch:

@@ -63,7 +63,8 @@ template <class F> __global__ void take_rows(const u8 *weight, const int *ids, f
 }
 
 // h[pair, ffn] = the gated activation of gate x and up x for the pairs of each group. Biases are null or rows of
-// bias_stride, an expert each; above 0, the limit is that of ExpertShape; input_weights are null or a factor a pair of both products. Grid: ffn / WARPS, groups.
+// bias_stride, an expert each; above 0, the limit is that of ExpertShape; input_weights are null or a factor a pair of both
+// products. Grid: ffn / WARPS, groups.
 template <class G, class U>
 __global__ void expert_gate_up(const u64 *gate, const u64 *up, const int *experts, const int *group_start,
                                const int *pairs, const float *gate_bias, const float *up_bias,
