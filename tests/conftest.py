@@ -1,9 +1,10 @@
-"""Fixtures every test folder may use: where the oracle models lie, a tiny model made on the spot, logging as it was."""
+"""What every test folder may use: the oracle models, a tiny model made on the spot; logging and signals as usual."""
 
 from __future__ import annotations
 
 import logging
 import os
+import signal
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -16,6 +17,11 @@ from tests.made import MADE
 
 # As commands do before OpenMP is loaded: beside another process, spinning at barriers slows a test down 50 times.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+# A shell without job control starts what runs in the background with SIGINT ignored, and every process started from
+# here would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

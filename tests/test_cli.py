@@ -39,7 +39,11 @@ def start(*arguments: str) -> subprocess.Popen[str]:
 
 
 def finish(process: subprocess.Popen[str], stdin: str = "") -> tuple[int, str, str]:
-    out, err = process.communicate(stdin, timeout=120)
+    with process:
+        try:
+            out, err = process.communicate(stdin, timeout=120)
+        finally:
+            process.kill()  # nothing where it has ended
     return process.returncode, out, err
 
 

@@ -38,17 +38,16 @@ def run(code: str, *, send: signal.Signals | None = None, json_path: Path | None
     environment = {"PYTHONPATH": ":".join(path for path in sys.path if path), "PATH": "/usr/bin:/bin"}
     if json_path is not None:
         environment["JSON"] = str(json_path)
-    process = subprocess.Popen(
-        [sys.executable, "-c", PREAMBLE + code],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-    )
-    if send is not None:
-        assert process.stdout is not None and process.stdout.readline() == "ready\n"
-        process.send_signal(send)
-    _, err = process.communicate(timeout=30)
+    command = [sys.executable, "-c", PREAMBLE + code]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment) as process:
+        try:
+            if send is not None:
+                assert process.stdout is not None and process.stdout.readline() == "ready\n"
+                process.send_signal(send)
+            _, err = process.communicate(timeout=30)
+        finally:
+            process.kill()  # nothing where it has ended
     return process.returncode, [line for line in err.splitlines() if line.startswith("[expert-stream]")]
 
 

@@ -55,7 +55,11 @@ def server(model: Path, *flags: str) -> Iterator[str]:
         yield url
     finally:
         process.terminate()
-        rest = process.communicate(timeout=60)[1]
+        with process:
+            try:
+                rest = process.communicate(timeout=60)[1]
+            finally:
+                process.kill()  # nothing where it has ended
     assert process.returncode == 0
     assert len(re.findall(r"^\[expert-stream\] steps=\d+", rest, re.MULTILINE)) == 1
 

@@ -30,7 +30,11 @@ class LlamaCpp:
         )
 
     def close(self) -> None:
-        self._process.communicate(timeout=30)
+        with self._process as process:
+            try:
+                process.communicate(timeout=30)
+            finally:
+                process.kill()  # nothing where it has ended
 
     def load(self, path: Path) -> dict[str, Any]:
         """Loads a model's vocabulary; returns its size, ids and rules, or {"error": ...} if it is refused."""
