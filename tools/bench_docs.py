@@ -1,6 +1,6 @@
 """`make bench`: measures a model beside llama.cpp and over budgets, and writes what docs/BENCHMARKS.md says of it.
 
-    python -m tools.bench_docs [MODEL] [--parts resident,budgets,plan] [--runs 3]
+    python -m tools.bench_docs [MODEL] [--parts resident,capped,budgets,plan,server] [--runs 3]
 
 Without MODEL a synthetic one is made first. llama.cpp, the package xllamacpp, is installed into an environment of its
 own below build/. Measurements stay there too, a file a part, and parts that are not asked for are taken from them.
@@ -25,7 +25,8 @@ from typing import Any
 
 from expertserve.bench.verdict import SLACK_BYTES, TOLERANCE
 from expertserve.cpus import physical_cores
-from tools.compare_llamacpp import QUIET_CORES
+from tools import compare_capped, compare_servers
+from tools.alone import QUIET_CORES
 from tools.compare_plan import DECODE as DECODED
 from tools.compare_plan import PROMPT as PROMPTED
 from tools.gen_docs import with_generated
@@ -80,7 +81,28 @@ def measure_plan(model: Path, runs: int) -> dict[str, Any]:
     return {"runs": runs, "table": _run(command).strip()}
 
 
-PARTS = {"resident": measure_resident, "budgets": measure_budgets, "plan": measure_plan}
+def measure_capped(model: Path, runs: int) -> dict[str, Any]:
+    if lacking := compare_capped.missing():
+        print(f"part capped is left out: {lacking}", file=sys.stderr)
+        return {"runs": 0, "table": f"Not measured: {lacking}."}
+    command = ["-m", "tools.compare_capped", str(model), "--runs", str(runs), "--peer-python", str(peer_python())]
+    command += ["--threads", str(physical_cores())]
+    return {"runs": runs, "table": _run([sys.executable, *command], may_be_void=True).strip()}
+
+
+def measure_server(model: Path, runs: int) -> dict[str, Any]:
+    command = ["-m", "tools.compare_servers", str(model), "--peer-python", str(peer_python())]
+    command += ["--threads", str(physical_cores())]
+    return {"table": _run([sys.executable, *command], may_be_void=True).strip()}
+
+
+PARTS = {
+    "resident": measure_resident,
+    "capped": measure_capped,
+    "budgets": measure_budgets,
+    "plan": measure_plan,
+    "server": measure_server,
+}
 
 
 def budgets_arguments(model: str, runs: int) -> list[str]:
@@ -114,10 +136,14 @@ def section(parts: Mapping[str, Mapping[str, Any] | None]) -> str:
     texts = [f"`make bench` on {some['when']}: `{some['model']}` ({size}{made}), {machine()}."]
     if resident := parts["resident"]:
         texts += ["### With the file in memory, beside llama.cpp", _resident_text(resident)]
+    if capped := parts["capped"]:
+        texts += ["### Under a memory cap, beside llama.cpp", _capped_text(capped)]
     if budgets := parts["budgets"]:
         texts += ["### Over budgets of memory", _budgets_text(budgets)]
     if plan := parts["plan"]:
         texts += ["### What `plan` and `trace simulate` predict, and what then was measured", _plan_text(plan)]
+    if server := parts["server"]:
+        texts += ["### A server under load, beside llama.cpp's", _server_text(server)]
     return "\n\n".join(texts)
 
 
@@ -139,6 +165,30 @@ def _resident_text(found: Mapping[str, Any]) -> str:
         f"The same token ids, alternating, a process a run, {found['runs']} runs or more; decode after a prompt of\n"
         f"512. Medians of what was measured while other processes kept at most {QUIET_CORES} cores busy. llama.cpp is\n"
         f"{peer}, mapped and in its default mode, which repacks weights into memory of its own.\n\n"
+        f"{found['table']}"
+    )
+
+
+def _capped_text(found: Mapping[str, Any]) -> str:
+    if not found["runs"]:
+        return str(found["table"])
+    caps = ", ".join(f"{cap}%" for cap in compare_capped.CAPS)
+    return (
+        f"A memory cgroup of {caps} of the file that holds all that a process uses, page cache among it; the\n"
+        f"file dropped from the cache before each run, the same {compare_capped.PROMPT} prompt tokens and the same\n"
+        f"{compare_capped.DECODE} tokens of decode, {found['runs']} alternating runs or more. llama.cpp is mapped,\n"
+        f"from a loop device with {compare_capped.READ_AHEAD_KIB} KiB of read-ahead, its best. Medians\n"
+        f"(least-most) of what ran while others kept at most {QUIET_CORES} cores busy; our output was that\n"
+        "without a limit, bit for bit.\n\n"
+        f"{found['table']}"
+    )
+
+
+def _server_text(found: Mapping[str, Any]) -> str:
+    return (
+        f"`expertserve bench --serve`, 128 prompt and 32 answer tokens, one run; {compare_servers.PLACES} sequences\n"
+        "at most, llama.cpp's weights repacked. An answer is good with its first token within 2 s and\n"
+        f"{compare_servers.SLO_ITL_MS} ms a token. `others` are the cores that other processes kept busy.\n\n"
         f"{found['table']}"
     )
 
@@ -259,7 +309,10 @@ def main() -> int:
     apart = disagreement(budgets["outside"]) if budgets else (0.0, 0.0)
     print(f"{DOCUMENT.relative_to(ROOT)} is written")
     print(f"bench and what was seen from outside are apart by {apart[0]:.1%} (rates) and {apart[1]:.1%} (bytes)")
-    return int(max(apart) > TOLERANCE or bool(budgets and budgets["void"]))
+    void = [part for part, found in parts.items() if found and (found.get("void") or "VOID" in found.get("table", ""))]
+    if void:
+        print(f"not every row counts: {', '.join(void)}")
+    return int(max(apart) > TOLERANCE or bool(void))
 
 
 if __name__ == "__main__":

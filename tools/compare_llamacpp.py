@@ -1,6 +1,6 @@
 """Measures expertserve beside llama.cpp on one GGUF: same machine, file, threads and token ids, in alternating runs.
 
-    python tools/compare_llamacpp.py MODEL [--runs 5] [--threads 2] [--decode 48]
+    python -m tools.compare_llamacpp MODEL [--runs 5] [--threads 2] [--decode 48]
 
 Each run is a process of its own that loads the file (already in the page cache), answers a 128-token prompt (start to
 first token), then times a 512-token prefill and greedy decode. llama.cpp is the package xllamacpp, in its mapped mode
@@ -24,8 +24,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tools.alone import QUIET_CORES, ROOT, busy_s
+from tools.llamacpp import LlamaCpp
+
 ENGINES = ("expertserve", "llama.cpp mapped", "llama.cpp repacked")
-QUIET_CORES = 0.3
 FIGURES = {
     "decode": "decode tok/s",
     "prefill": "prefill of 512, tok/s",
@@ -39,12 +41,6 @@ def prompt(count: int, seed: int) -> list[int]:
     import numpy as np
 
     return [int(i) for i in np.random.default_rng(seed).integers(300, 30000, count)]
-
-
-def busy_s() -> float:
-    """CPU seconds the whole machine has used, and those a virtual machine's host took."""
-    fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
-    return sum(int(fields[i]) for i in (0, 1, 2, 5, 6, 7)) / os.sysconf("SC_CLK_TCK")
 
 
 class PeakAnonymous(threading.Thread):
@@ -116,32 +112,13 @@ def run_expertserve(args: argparse.Namespace, began: float) -> dict[str, Any]:
 
 
 def run_llama_cpp(args: argparse.Namespace, began: float, repack: bool) -> dict[str, Any]:
-    import xllamacpp
-
-    params = xllamacpp.CommonParams()
-    params.model.path = args.model
-    params.n_ctx, params.n_parallel, params.n_ubatch, params.n_gpu_layers = 2048, 1, 512, 0
-    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = args.threads
-    params.warmup = params.fit_params = False
-    params.no_extra_bufts = not repack
-    server = xllamacpp.Server(params)
-
-    def answer(ids: list[int], count: int, cache: bool = False) -> dict[str, Any]:
-        last: dict[str, Any] = {}
-        body = {"prompt": ids, "max_tokens": count, "n_predict": count, "temperature": 0, "ignore_eos": True}
-        server.handle_completions(
-            {**body, "cache_prompt": cache, "stream": True},
-            lambda chunk: last.update(chunk if isinstance(chunk, dict) else json.loads(chunk)),
-        )
-        timings: dict[str, Any] = last["timings"]
-        return timings
-
-    answer(prompt(128, 1), 1)
+    llama = LlamaCpp(args.model, threads=args.threads, repack=repack)
+    llama.answer(prompt(128, 1), 1)
     figures = started(began)
     with watched(figures, "prefill"):
-        figures["prefill"] = answer(prompt(512, 2), 1)["prompt_per_second"]
+        figures["prefill"] = llama.answer(prompt(512, 2), 1)["prefill"]
     with watched(figures, "decode"):
-        figures["decode"] = answer(prompt(512, 2), args.decode + 1, cache=True)["predicted_per_second"]
+        figures["decode"] = llama.answer(prompt(512, 2), args.decode + 1, cached=True)["decode"]
     return figures
 
 
@@ -160,9 +137,10 @@ def worker(args: argparse.Namespace) -> None:
 
 def measure(args: argparse.Namespace, engine: str) -> dict[str, Any]:
     python = args.peer_python if engine.startswith("llama.cpp") else sys.executable
-    command = [python, __file__, args.model, "--threads", str(args.threads), "--decode", str(args.decode)]
+    command = [python, "-m", "tools.compare_llamacpp", os.path.abspath(args.model)]
+    command += ["--threads", str(args.threads), "--decode", str(args.decode), "--worker", engine]
     environment = {**os.environ, "COMPARE_BEGAN": repr(time.time()), "COMPARE_BUSY": repr(busy_s())}
-    done = subprocess.run([*command, "--worker", engine], env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
     for line in done.stdout.splitlines():
         if line.startswith("FIGURES "):
             figures: dict[str, Any] = json.loads(line.removeprefix("FIGURES "))

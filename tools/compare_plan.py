@@ -12,17 +12,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-from tools.compare_llamacpp import QUIET_CORES, busy_s
+from tools import alone
 
 SHARES = ("25", "50", "75")
 PROMPT, DECODE = 128, 64
@@ -31,16 +29,11 @@ KINDS = ("plan", "simulated", "measured")
 
 def last_line(arguments: Sequence[str]) -> dict[str, Any]:
     """What a command of ours prints last, and how many cores others used meanwhile."""
-    began, busy = time.perf_counter(), busy_s()
-    own = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run([sys.executable, "-m", "expertserve.cli", *arguments], capture_output=True, text=True)
+    done, others = alone.run([sys.executable, "-m", "expertserve.cli", *arguments])
     if done.returncode:
         sys.exit(f"error: `expertserve {' '.join(arguments)}` ended with status {done.returncode}\n{done.stderr}")
-    now = resource.getrusage(resource.RUSAGE_CHILDREN)
-    used = now.ru_utime + now.ru_stime - own.ru_utime - own.ru_stime
-    others = max(0.0, busy_s() - busy - used) / (time.perf_counter() - began)
     found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return found | {"others": round(others, 2)}
+    return found | {"others": others}
 
 
 def run(model: Path, share: str, trace: Path) -> list[dict[str, Any]]:
@@ -67,7 +60,7 @@ def run(model: Path, share: str, trace: Path) -> list[dict[str, Any]]:
 def of(runs: Sequence[Mapping[str, Any]], kind: str, share: str) -> list[Mapping[str, Any]]:
     """Runs of a kind at a share that were left alone; all of them where none was."""
     mine = [run for run in runs if (run["kind"], run["share"]) == (kind, share)]
-    return [run for run in mine if run["others"] <= QUIET_CORES] or mine
+    return [run for run in mine if run["others"] <= alone.QUIET_CORES] or mine
 
 
 def table(runs: Sequence[Mapping[str, Any]]) -> str:
@@ -91,8 +84,8 @@ def compare(model: Path, runs: int, shares: Sequence[str]) -> list[dict[str, Any
     found: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         for number in range(2 * runs):
-            quiet = [sum(run["others"] <= QUIET_CORES for run in found if (run["kind"], run["share"]) == (kind, share))
-                     for kind in KINDS for share in shares]  # fmt: skip
+            alike = [[run for run in found if (run["kind"], run["share"]) == each] for each in product(KINDS, shares)]
+            quiet = [sum(run["others"] <= alone.QUIET_CORES for run in each) for each in alike]
             if number >= runs and min(quiet) >= runs:
                 break
             for share in shares:

@@ -13,18 +13,15 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import re
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-import httpx
 import numpy as np
+
+from tools.served import served
 
 TOKENS = (300, 4000)  # ids that every vocabulary has and that are no special tokens
 ANSWER = 400  # tokens of one running answer; another follows it
@@ -33,27 +30,6 @@ PLACES = 2  # for prompts beside the streams
 
 def random_prompt(choose: random.Random, length: int) -> list[int]:
     return [choose.randrange(*TOKENS) for _ in range(length)]
-
-
-@contextmanager
-def server(model: str, streams: int, options: list[str]) -> Iterator[tuple[str, int]]:
-    """The address of a server that is ready."""
-    command = [sys.executable, "-m", "expertserve.cli", "serve", model, "--port", "0", "--stats-every", "0"]
-    command += ["--parallel", str(streams + PLACES), *options]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        try:
-            found = next(filter(None, (re.search(r"http://([0-9.]+):(\d+)", line) for line in process.stderr)), None)
-            assert found is not None, "the server did not start"
-            rest = threading.Thread(target=process.stderr.read)
-            rest.start()
-            while httpx.get(f"{found[0]}/ready").status_code != 200:
-                time.sleep(0.2)
-            yield found[1], int(found[2])
-        finally:
-            process.terminate()
-            process.wait(60)
-            rest.join()
 
 
 def lines_of(address: tuple[str, int], body: dict[str, Any]) -> Iterator[bytes]:
@@ -150,8 +126,10 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=2)
     parser.add_argument("--prompt-tokens", type=int, default=256)
     options, serve = parser.parse_known_args()
-    with server(options.model, options.streams, serve) as address:
-        measure = Measure(address, options.prompt_tokens, options.streams)
+    places = ["--parallel", str(options.streams + PLACES)]
+    with served(options.model, *places, *serve) as (url, _):
+        host, port = url.removeprefix("http://").rsplit(":")
+        measure = Measure((host, int(port)), options.prompt_tokens, options.streams)
         measure.gaps(options.seconds / 4)
         capacity = measure.capacity(options.seconds)
         rate = capacity / 2 / options.prompt_tokens

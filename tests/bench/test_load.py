@@ -89,27 +89,11 @@ def test_a_real_server_counts_the_tokens_that_its_load_reports(endpoint: str, tm
     assert generated == 8 + 8 + 12 + 2 * 6 * 12
 
 
-PEER = """
-import sys, time
-import xllamacpp
-params = xllamacpp.CommonParams()
-params.model.path, params.port, params.n_ctx = sys.argv[1], int(sys.argv[2]), 2048
-params.n_parallel = params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 2
-params.endpoint_metrics = True
-server = xllamacpp.Server(params)
-print(server.listening_address, flush=True)
-sys.stdin.read()
-"""
-
-
 @contextmanager
 def llama_cpp(model: Path) -> Iterator[str]:
     """The address of llama.cpp's server."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     with subprocess.Popen(
-        [sys.executable, "-c", PEER, str(model), str(port)],
+        [sys.executable, "-m", "tools.llamacpp", "serve", str(model), "--parallel", "2"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

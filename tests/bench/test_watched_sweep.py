@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from expertserve.data import model_path
-from tools import bench_docs, compare_llamacpp, compare_plan
+from tools import bench_docs, compare_capped, compare_llamacpp, compare_plan
 from tools.gen_docs import with_generated
 from tools.watched_sweep import Process
 
@@ -62,7 +62,7 @@ def test_the_document_has_every_row_and_what_does_not_count_says_why() -> None:
         "outside": [{"row": "25%", "decode_tok_s": 10.0, "disk_bytes_token": 5e7, "outside_tok_s": 10.4,
                      "outside_bytes_token": 5.1e7}],
     }  # fmt: skip
-    text = bench_docs.section({"resident": None, "budgets": found, "plan": None})
+    text = bench_docs.section(dict.fromkeys(bench_docs.PARTS) | {"budgets": found})
     rows = [line for line in text.splitlines() if line.startswith("| ")]
     assert [line.split(" | ")[0] for line in rows] == ["| slots", "| all (control)", "| 25%", "| slots", "| 25%"]
     assert len({line.count("|") for line in rows[:3]}) == 1
@@ -107,3 +107,28 @@ def test_predictions_are_compared_by_medians_of_what_was_left_alone() -> None:
     assert (
         compare_plan.table(found).splitlines()[-1] == f"| 25% | {rates} | 1.50, 1.00 | 7.0, 7.0, 7.0 | 0.600, 0.600 |"
     )
+
+
+def capped_run(decode: float, **more: Any) -> dict[str, Any]:
+    figures = {"prefill": 40.0, "decode": decode, "slots": 7, "digest": "a", "counts": True, "others": 0.0}
+    return figures | {"disk_bytes": 48_000_000, "peak_bytes": 2**30} | more
+
+
+def test_under_a_cap_only_runs_with_the_output_of_no_limit_have_figures() -> None:
+    ours, theirs = compare_capped.ENGINES
+    peer = [capped_run(2.0), capped_run(50.0, others=0.9)]
+    found = {
+        "10": {ours: [{"refused": "too little", "others": 0.0}], theirs: peer},
+        "25": {ours: [capped_run(4.0), capped_run(6.0)], theirs: peer},
+        "50": {ours: [capped_run(9.0), capped_run(9.0, digest="b")], theirs: peer},
+        "75": {ours: [capped_run(9.0, counts=False)], theirs: peer},
+    }
+    lines = compare_capped.table(found, {"digest": "a"}).splitlines()
+    assert [line.split(" | ")[0] for line in lines[2:6]] == ["| 10%", "| 25%", "| 50%", "| 75%"]
+    assert "| 7 | 5.00 (4.00-6.00), 2.00 (2.00-2.00) |" in lines[3] and lines[3].endswith("| 2.50, 1.00 |")
+    assert all("| -, 2.00 (2.00-2.00) |" in lines[row] for row in (2, 4, 5))
+    assert lines[7:] == [
+        "- 10%: did not fit: too little",
+        "- 50%: VOID: another output than without a limit",
+        "- 75%: VOID: a run did not advance a step a token, or refused an expert",
+    ]
