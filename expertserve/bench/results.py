@@ -58,10 +58,12 @@ def publish(result: Mapping[str, Any], settings: Settings) -> bool:
     void = sum(bool(row["void"]) for row in result["rows"])
     result = {**result, "void": void}
     print(json.dumps(result), flush=True)
-    if settings.results_csv is not None:
-        _write("--results-csv", settings.results_csv, _as_csv(result["rows"]))
-    if settings.results_json is not None:
-        _write("--results-json", settings.results_json, json.dumps(result, indent=1) + "\n")
+    try:
+        if settings.results_csv is not None:
+            _write("--results-csv", settings.results_csv, _as_csv(result["rows"]))
+    finally:
+        if settings.results_json is not None:
+            _write("--results-json", settings.results_json, json.dumps(result, indent=1) + "\n")
     return void > 0
 
 

@@ -85,8 +85,10 @@ def sweep(settings: Settings, stats: ExpertStats) -> int:
     print(_bounds(machine))
     print()
     print(table(COLUMNS, rows, label))
-    void = publish(_result(settings, cap, machine, rows), settings)
-    drawn = settings.plot is None or _draw(settings, settings.plot, counting, machine.sizes.experts, used)
+    try:
+        drawn = settings.plot is None or _draw(settings, settings.plot, counting, machine.sizes.experts, used)
+    finally:  # a file that cannot be written costs only itself
+        void = publish(_result(settings, cap, machine, rows), settings)
     return 0 if drawn and not void else 1
 
 

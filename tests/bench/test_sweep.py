@@ -238,10 +238,14 @@ def test_a_file_that_cannot_be_written_is_refused_before_a_row_runs(
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
-def test_a_file_that_fails_at_the_end_leaves_the_results_on_standard_output() -> None:
-    done = run("demo", "--expert-cache", "50%", "--results-json", "/dev/full")
+@pytest.mark.parametrize("full", ["--results-json", "--results-csv"])
+def test_a_file_that_fails_at_the_end_costs_only_itself(tmp_path: Path, full: str) -> None:
+    files = {flag: str(tmp_path / flag) for flag in ("--results-json", "--results-csv")} | {full: "/dev/full"}
+    files["--plot"] = str(tmp_path / "drawn.svg")
+    done = run("demo", "--expert-cache", "50%", *(word for flag in files.items() for word in flag))
     assert done.returncode == 2 and json.loads(done.stdout.splitlines()[-1])["void"] == 0
-    assert "error: --results-json /dev/full: cannot be written: No space left on device" in done.stderr
+    assert f"error: {full} /dev/full: cannot be written: No space left on device" in done.stderr
+    assert len(list(tmp_path.iterdir())) == 2 and Path(files["--plot"]).stat().st_size
 
 
 def test_a_model_that_vanishes_voids_the_rows_that_are_left(
