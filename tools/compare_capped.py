@@ -17,6 +17,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -197,6 +198,7 @@ def main() -> int:
     args = parser.parse_args()
     if lacking := missing():
         parser.error(lacking)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the loop device is taken down
     text = compare(args.model.resolve(), args.caps.split(","), args.runs, args.threads, args.peer_python)
     print(text)
     return int("VOID" in text)
